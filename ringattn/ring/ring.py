@@ -1,0 +1,49 @@
+"""A ring of W = P * V shards: P processes, each holding V virtual shards laid end to end.
+
+A virtual ring (P = 1) runs the schedule, kernels and arithmetic of a real ring of the same W, so it is the debug mode, the unit
+test bench and the simulator for rings larger than the machine. Shard w lives on process w // V.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch.distributed as dist
+
+MAX_CACHED_SCHEDULES = 16
+
+
+class Ring:
+    """P processes x V virtual shards.
+
+    Args:
+        group: the processes of the ring, in ring order; None takes the default group, or this process alone where
+            torch.distributed is not initialised.
+        virtual: V, the shards each process holds, >= 1.
+
+    Attributes: ``size`` W = P * V; ``processes`` P; ``virtual`` V; ``rank`` of this process in the ring; ``shards`` this process
+    holds (global shard numbers).
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, virtual: int = 1) -> None:
+        if isinstance(virtual, bool) or not isinstance(virtual, int) or virtual < 1:
+            raise ValueError(f"virtual={virtual!r} must be an integer >= 1")
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        self.group = group
+        self.virtual = virtual
+        self.processes = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        if self.rank < 0:
+            raise ValueError("this process is not a member of the ring's process group")
+        self.size = self.processes * virtual
+        self.shards = range(self.rank * virtual, (self.rank + 1) * virtual)
+        self.schedules: OrderedDict[Any, Any] = OrderedDict()  # by content; filled by make_schedule
+
+    def global_rank(self, process: int) -> int:
+        """The rank in the default group of the ring's ``process``."""
+        return process if self.group is None else dist.get_global_rank(self.group, process)
+
+    def __repr__(self) -> str:
+        return f"Ring(processes={self.processes}, virtual={self.virtual}, rank={self.rank})"
