@@ -24,7 +24,7 @@ from ringattn.kernels.select import select_kernel
 from ringattn.ring.layout import Layout
 from ringattn.ring.ring import Ring
 from ringattn.ring.schedule import Schedule, find_schedule, make_schedule
-from ringattn.ring.transport import Carousel, PointToPoint
+from ringattn.ring.transport import Carousel, Note
 
 
 def ring_attention(
@@ -101,10 +101,11 @@ def _forward(q, k, v, sinks, handle, scale, softcap, kernel, deterministic):
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulate_dtype(q.dtype))
     shards = [slice(j * length, (j + 1) * length) for j in range(ring.virtual)]
     states = [State.empty(q[:, s]) if last else None for s, last in zip(shards, schedule.last_hop, strict=True)]
+    ring.passes += 1
     kv = _load_kv(k, v, schedule, shards)
     for hop, offset in enumerate(schedule.offsets):
         if hop < len(schedule.kv):
-            kv.post(schedule.kv[hop], offset)
+            kv.post(schedule.kv[hop], offset, Note(ring.passes, "forward", hop + 1, "kv"))
         for j, rows in enumerate(shards):
             bounds = schedule.bounds[hop][j]
             if bounds is None:
@@ -129,8 +130,9 @@ def _backward(dout, dlse, q, k, v, out, lse, sinks, handle, scale, softcap, kern
     # a ring with one hop adds nothing up, so the kernel may round to the input's dtype itself
     total = q.dtype if hops == 1 else accumulate_dtype(q.dtype)
     dq, dk, dv = (torch.empty(x.shape, dtype=total, device=x.device) for x in (q, k, v))
+    ring.passes += 1
     kv = _load_kv(k, v, schedule, shards)
-    dkv = Carousel(ring, kv.transport, _packed_shape(k, length), accumulate_dtype(k.dtype), k.device)
+    dkv = Carousel(ring, _packed_shape(k, length), accumulate_dtype(k.dtype), k.device)
 
     def run(hop: int, j: int, k_now: Tensor, v_now: Tensor, dk_now: Tensor, dv_now: Tensor, part: Part) -> None:
         bounds = schedule.bounds[hop][j]
@@ -147,7 +149,7 @@ def _backward(dout, dlse, q, k, v, out, lse, sinks, handle, scale, softcap, kern
 
     for hop, offset in enumerate(schedule.offsets):
         if hop < len(schedule.kv):
-            kv.post(schedule.kv[hop], offset)
+            kv.post(schedule.kv[hop], offset, Note(ring.passes, "backward", hop + 1, "kv"))
         if hop == 0:
             for j, rows in enumerate(shards):
                 run(0, j, k[:, rows], v[:, rows], dk[:, rows], dv[:, rows], "all")
@@ -160,7 +162,7 @@ def _backward(dout, dlse, q, k, v, out, lse, sinks, handle, scale, softcap, kern
                 dkv.wait()
                 _add_arrivals(parts, dkv, schedule.dkv[hop - 2].slice, [(w - offset) % ring.size for w in ring.shards])
             dkv.held = parts
-            dkv.post(schedule.dkv[hop - 1], offset)
+            dkv.post(schedule.dkv[hop - 1], offset, Note(ring.passes, "backward", hop, "dkv"))
             if last:
                 for j, part in enumerate(parts):
                     run(hop, j, *_unpack(kv.held[j]), *_unpack(part), "q")
@@ -187,7 +189,7 @@ def _add_arrivals(parts: list[Tensor], dkv: Carousel, rows_of, origins: list[int
 def _load_kv(k: Tensor, v: Tensor, schedule: Schedule, shards: list[slice]) -> Carousel:
     """The carousel that takes this process's KV round the ring; nothing is packed if nothing travels."""
     ring = schedule.ring
-    carousel = Carousel(ring, PointToPoint(ring), _packed_shape(k, schedule.layout.shard_len), k.dtype, k.device)
+    carousel = Carousel(ring, _packed_shape(k, schedule.layout.shard_len), k.dtype, k.device)
     if schedule.kv:
         for rows in shards:
             buffer = carousel.take()

@@ -39,6 +39,8 @@ class Ring:
             raise ValueError("this process is not a member of the ring's process group")
         self.size = self.processes * virtual
         self.shards = range(self.rank * virtual, (self.rank + 1) * virtual)
+        self.transport: Any = None  # how shards travel; see transport_of
+        self.passes = 0  # attention passes so far, forward and backward counted
         self.schedules: OrderedDict[Any, Any] = OrderedDict()  # by content; filled by make_schedule
 
     def global_rank(self, process: int) -> int:

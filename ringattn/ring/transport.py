@@ -33,6 +33,15 @@ class Message(NamedTuple):
         return self.buffer[self.rows]
 
 
+class Note(NamedTuple):
+    """What a set of messages is, for checks, error messages and traces: e.g. pass 12 ("forward"), hop 3, "kv"."""
+
+    number: int  # passes of this ring since it was made, the same on every process
+    direction: str  # forward | backward
+    hop: int  # the hop after which the data is used (kv) or was made (dkv)
+    what: str  # kv | dkv
+
+
 class Transport(Protocol):
     """What the ring needs from a way of moving data."""
 
@@ -40,7 +49,7 @@ class Transport(Protocol):
         """A buffer that may travel, rows first."""
         ...
 
-    def post(self, sends: list[Message], receives: list[Message]) -> Any:
+    def post(self, sends: list[Message], receives: list[Message], note: Note) -> Any:
         """Start all messages; returns a ticket for :meth:`wait`. Enqueued before the kernel that hides it."""
         ...
 
@@ -62,7 +71,7 @@ class PointToPoint:
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
-    def post(self, sends: list[Message], receives: list[Message]) -> list[dist.Work]:
+    def post(self, sends: list[Message], receives: list[Message], note: Note) -> list[dist.Work]:
         group, peer = self.ring.group, self.ring.global_rank
         ops = [dist.P2POp(dist.isend, m.payload, peer(m.process), group) for m in sends if m.payload.numel()]
         ops += [dist.P2POp(dist.irecv, m.payload, peer(m.process), group) for m in receives if m.payload.numel()]
@@ -76,6 +85,14 @@ class PointToPoint:
         pass
 
 
+def transport_of(ring: Ring) -> Transport:
+    """The ring's transport, chosen once for the life of the ring."""
+    if ring.transport is None:
+        ring.transport = PointToPoint(ring)
+    chosen: Transport = ring.transport
+    return chosen
+
+
 class Carousel:
     """One travelling buffer for each shard of this process, and the spare ones that arrivals go into.
 
@@ -83,9 +100,9 @@ class Carousel:
     to another process are messages. A message's rows depend on whose data it is: at offset d, shard w holds that of w - d.
     """
 
-    def __init__(self, ring: Ring, transport: Transport, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        self.ring, self.transport = ring, transport
-        self._make = lambda: transport.allocate(shape, dtype, device)
+    def __init__(self, ring: Ring, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self.ring, self.transport = ring, transport_of(ring)
+        self._make = lambda: self.transport.allocate(shape, dtype, device)
         self._spare: list[Tensor] = []
         self.held: list[Tensor] = []
         self._pending: tuple[Any, list[Tensor], list[Tensor]] | None = None
@@ -100,7 +117,7 @@ class Carousel:
             self.transport.release(buffer)
         self._spare.extend(buffers)
 
-    def post(self, transfer: Transfer, offset: int) -> None:
+    def post(self, transfer: Transfer, offset: int, note: Note) -> None:
         """Start passing ``held`` on; it stays readable, but must not be written, until :meth:`wait`."""
         ring, size, start = self.ring, self.ring.size, self.ring.shards.start
         arriving: dict[int, Tensor] = {}
@@ -117,7 +134,7 @@ class Carousel:
             if j not in arriving:
                 arriving[j] = self.take()
                 receives.append(Message(arriving[j], transfer.slice((source - offset) % size), source // ring.virtual))
-        ticket = self.transport.post(sends, receives)
+        ticket = self.transport.post(sends, receives, note)
         self._pending = (ticket, [arriving[j] for j in range(ring.virtual)], leaving)
 
     def wait(self) -> None:
