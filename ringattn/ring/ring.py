@@ -21,12 +21,16 @@ class Ring:
         group: the processes of the ring, in ring order; None takes the default group, or this process alone where
             torch.distributed is not initialised.
         virtual: V, the shards each process holds, >= 1.
+        ulysses_group: U processes that hold U parts of the same shards and split the heads among them during attention
+            (DeepSpeed-Ulysses, arXiv 2309.14509; combined with a ring as in USP, arXiv 2405.07719). None: U = 1.
 
     Attributes: ``size`` W = P * V; ``processes`` P; ``virtual`` V; ``rank`` of this process in the ring; ``shards`` this process
     holds (global shard numbers).
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, virtual: int = 1) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, virtual: int = 1, ulysses_group: dist.ProcessGroup | None = None,
+    ) -> None:
         if isinstance(virtual, bool) or not isinstance(virtual, int) or virtual < 1:
             raise ValueError(f"virtual={virtual!r} must be an integer >= 1")
         if group is None and dist.is_available() and dist.is_initialized():
@@ -39,6 +43,9 @@ class Ring:
             raise ValueError("this process is not a member of the ring's process group")
         self.size = self.processes * virtual
         self.shards = range(self.rank * virtual, (self.rank + 1) * virtual)
+        self.ulysses_group = ulysses_group
+        self.ulysses = 1 if ulysses_group is None else dist.get_world_size(ulysses_group)
+        self.ulysses_rank = 0 if ulysses_group is None else dist.get_rank(ulysses_group)
         self.transport: Any = None  # how shards travel; see transport_of
         self.passes = 0  # attention passes so far, forward and backward counted
         self.schedules: OrderedDict[Any, Any] = OrderedDict()  # by content; filled by make_schedule

@@ -27,6 +27,7 @@ from ringattn.kernels.intervals import ArrayLike, mask_intervals
 from ringattn.ring.layout import Layout
 from ringattn.ring.ring import MAX_CACHED_SCHEDULES, Ring
 
+EXCHANGES = ("ring", "allgather")
 Hull = tuple[int, int]  # rows [start, stop) of a shard; start == stop is empty
 
 
@@ -50,7 +51,9 @@ class Schedule:
     ``offsets``: live offsets, ascending, 0 first. ``kv``: k transfers, kv[i] between hops i and i + 1. ``dkv``: k transfers of the
     travelling gradients, dkv[i] leaves after hop i + 1; the last one goes home. ``bounds[i][j]``: index bounds of hop i for this
     process's j-th shard, None where it has no work. ``pairs``: visible (query, key) pairs of the whole ring for one head,
-    summed over the Bb rows of bounds. ``handle``: what the ops take.
+    summed over the Bb rows of bounds. ``exchange``: ring, or allgather
+    (one hop over the gathered KV sorted by position, no transfers; ``permutation``: the position of every row, shard after shard, and
+    its inverse, int64 [S] each). ``handle``: what the ops take.
     """
 
     ring: Ring
@@ -60,6 +63,8 @@ class Schedule:
     dkv: tuple[Transfer, ...]
     bounds: tuple[tuple[Bounds | None, ...], ...]
     pairs: int
+    exchange: str = "ring"
+    permutation: tuple[torch.Tensor, torch.Tensor] | None = None
     handle: int = field(default_factory=itertools.count(1).__next__)
 
     def __post_init__(self) -> None:
@@ -96,28 +101,39 @@ def find_schedule(handle: int) -> Schedule:
 
 def make_schedule(
     layout: Layout, ring: Ring, *, causal: bool = True, window: int | None = None, documents: ArrayLike | None = None,
-    visible: tuple[ArrayLike, ArrayLike] | None = None, device: torch.device | str = "cpu",
+    visible: tuple[ArrayLike, ArrayLike] | None = None, exchange: str = "ring", device: torch.device | str = "cpu",
 ) -> Schedule:
     """The schedule of a batch: call it once a batch (and once per distinct window) and hand it to every layer.
 
     ``documents`` and ``visible`` are over the *whole* sequence, [S] or [B, S], as in ``flash_attention``. Cached by content on the
-    ring. Raises ValueError for masks that are not monotone intervals and for a layout made for another ring size.
+    ring. ``exchange``: ring | allgather.
+
+    Raises ValueError for masks that are not monotone intervals and for a layout made for another ring size.
     """
     layout.positions(ring)  # refuses a layout of another size
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange={exchange!r} is unknown, choose from {', '.join(EXCHANGES)}")
     device = torch.device(device)
-    key = (layout.key, causal, window, content_key(documents), *(content_key(x) for x in visible or ()), device)
+    key = (layout.key, causal, window, content_key(documents), *(content_key(x) for x in visible or ()), exchange, device)
     if key in ring.schedules:
         ring.schedules.move_to_end(key)
         schedule: Schedule = ring.schedules[key]
         _HANDLES[schedule.handle] = schedule
         return schedule
     lo, hi = mask_intervals(layout.seq_len, causal=causal, window=window, documents=documents, visible=visible)
-    hulls = _key_hulls(layout, lo, hi)
-    w = layout.ring_size
-    offsets = tuple(d for d in range(w) if d == 0 or any(_size(hulls[q][(q - d) % w]) for q in range(w)))
-    kv, dkv = _transfers(offsets, hulls, layout.shard_len)
-    bounds = tuple(tuple(_bounds(layout, lo, hi, q, (q - d) % w, device, d == 0) for q in ring.shards) for d in offsets)
-    schedule = Schedule(ring, layout, offsets, kv, dkv, bounds, int(np.maximum(hi - lo + 1, 0).sum()))
+    pairs = int(np.maximum(hi - lo + 1, 0).sum())
+    if exchange == "allgather":
+        rows = [layout.shard_positions(q) for q in ring.shards]
+        gathered = tuple(Bounds.from_rows(lo[:, r], hi[:, r] + 1, layout.seq_len, device) for r in rows)
+        order = torch.from_numpy(np.concatenate([layout.shard_positions(r) for r in range(layout.ring_size)])).to(device)
+        schedule = Schedule(ring, layout, (0,), (), (), (gathered,), pairs, exchange, (order, order.argsort()))
+    else:
+        hulls = _key_hulls(layout, lo, hi)
+        w = layout.ring_size
+        offsets = tuple(d for d in range(w) if d == 0 or any(_size(hulls[q][(q - d) % w]) for q in range(w)))
+        kv, dkv = _transfers(offsets, hulls, layout.shard_len)
+        bounds = tuple(tuple(_bounds(layout, lo, hi, q, (q - d) % w, device, d == 0) for q in ring.shards) for d in offsets)
+        schedule = Schedule(ring, layout, offsets, kv, dkv, bounds, pairs)
     ring.schedules[key] = schedule
     if len(ring.schedules) > MAX_CACHED_SCHEDULES:
         ring.schedules.popitem(last=False)

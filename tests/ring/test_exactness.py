@@ -220,3 +220,14 @@ def test_a_schedule_with_masks_beside_it_is_refused():
         make_schedule(layout, ring, documents=torch.from_numpy(np.repeat([0, i + 1], 4)))
     with pytest.raises(KeyError, match="expired"):
         ring_module.find_schedule(handle)
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("w", [1, 2, 3])
+def test_the_allgather_exchange_matches_the_oracle(kind, mask, w, rng):
+    s = next_length(kind, 31 * w, w)
+    tensors = make_qkv(2, s, 4, 2, 16, torch.float32)
+    kwargs, sinks = make_mask(mask, s, 2, rng), torch.randn(4, requires_grad=True)
+    got = run(kind, w, tensors, kwargs, exchange="allgather", sinks=sinks)
+    assert_close(got, gold_dict(oracle(*tensors, kwargs, sinks=sinks)), F32_BAND)

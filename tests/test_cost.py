@@ -1,0 +1,202 @@
+"""The cost model against the real thing: counted parameters, counted FLOPs, counted pairs, measured activations."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+from ringattn import cost
+from ringattn.model import FREE_TO_SAVE, ModelConfig, Transformer
+
+CFG = ModelConfig(vocab_size=97, width=32, layers=3, heads=4, kv_heads=2, head_dim=12, ffn_width=56, loss_chunk=16)
+TOKENS = 40
+
+
+@torch.library.custom_op("ringattn_test::stand_in", mutates_args=())
+def stand_in(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """An attention of the right shapes: q, k, v, out and lse are what a real one saves. Costs no matrix product."""
+    return q * k.mean() * v.mean(), q.sum(-1).transpose(1, 2).contiguous()
+
+
+stand_in.register_fake(lambda q, k, v: (torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1])))
+stand_in.register_autograd(
+    lambda ctx, d, _: tuple(torch.zeros_like(t) for t in ctx.saved_tensors[:3]),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output),
+)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, handle: int, sinks: Tensor | None) -> Tensor:
+    out: Tensor = stand_in(q, k, v)[0]
+    return out
+
+
+def build(cfg: ModelConfig) -> Transformer:
+    model = Transformer(cfg, attend=attend)
+    model.initialise(0)
+    return model
+
+
+def loss(model: Transformer) -> Tensor:
+    tokens, labels = torch.randint(97, (2, 2, TOKENS // 2))
+    out: Tensor = model(tokens, torch.arange(TOKENS // 2), labels, [0])
+    return out
+
+
+@pytest.mark.parametrize("changes", [{}, {"tied": False, "sinks": True}, {"qk_norm": True, "kv_heads": 1}])
+def test_parameters_by_part(changes: dict[str, Any]) -> None:
+    cfg = dataclasses.replace(CFG, **changes)
+    count = dict.fromkeys(cost.parameters(cfg), 0)
+    for name, p in build(cfg).named_parameters():
+        part = "norms" if "norm" in name else next(part for part in ("sinks", "embedding", "head.", "attention", "ffn") if part in name)
+        count[part.strip(".")] += p.numel()
+    assert count == cost.parameters(cfg)
+
+
+def test_matrix_flops_are_those_torch_counts() -> None:
+    model = build(CFG)
+    flops = cost.step_flops(CFG, tokens=TOKENS, pairs=[0])
+    with FlopCounterMode(display=False) as whole:
+        loss(model).backward()
+    assert whole.get_total_flops() == flops.total == 3 * flops.matmul_forward and flops.recompute == 0
+    with torch.no_grad(), FlopCounterMode(display=False) as forward:
+        loss(model)
+    assert forward.get_total_flops() == flops.matmul_forward
+
+
+def under(policy: str, model: Transformer, caches: list[Any] | None = None) -> Transformer:
+    """The model with its blocks checkpointed; ``caches`` receives what the selective policy saves into, one mapping a block."""
+    saved = (torch.ops.ringattn_test.stand_in.default, *FREE_TO_SAVE) if policy == "attention_saved" else ()
+
+    def contexts() -> Any:
+        def choose(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+        pair = create_selective_checkpoint_contexts(choose)
+        if caches is not None:
+            caches.append(pair[0].storage)
+        return pair
+
+    if policy != "none":
+        for block in model.blocks:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+    return model
+
+
+@pytest.mark.parametrize("policy", ["block", "attention_saved"])
+def test_recomputed_flops_are_those_torch_counts(policy: Any) -> None:
+    model = under(policy, build(CFG))
+    with FlopCounterMode(display=False) as counted:
+        loss(model).backward()
+    flops = cost.step_flops(CFG, tokens=TOKENS, pairs=[0], policy=policy)
+    assert counted.get_total_flops() == flops.total + flops.recompute
+
+
+@pytest.mark.parametrize("blockwise", [False, True])
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("policy", ["none", "block", "attention_saved"])
+def test_saved_activations_are_what_autograd_keeps(policy: Any, qk_norm: bool, blockwise: bool) -> None:
+    """By the slope in the number of layers, so that embedding and head do not count."""
+    measured = []
+    for layers in (2, 4):
+        cfg = dataclasses.replace(CFG, layers=layers, qk_norm=qk_norm, ffn_chunk=16 if blockwise else 0)
+        caches: list[Any] = []
+        model = under(policy, build(cfg), caches)
+        known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        storages: dict[int, Any] = {}
+
+        def pack(t: Tensor, known: set[int] = known, storages: dict[int, Any] = storages) -> Tensor:
+            if t.untyped_storage().data_ptr() not in known:
+                storages[t.untyped_storage().data_ptr()] = t.untyped_storage()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            alive = loss(model)
+        for leaf in tree_leaves([dict(c) for c in caches]):
+            if isinstance(value := getattr(leaf, "val", leaf), Tensor):
+                pack(value)
+        assert alive.requires_grad
+        measured.append(sum(s.nbytes() for s in storages.values()))
+    per_token = (measured[1] - measured[0]) / 2 / TOKENS
+    want = cost.saved_bytes_per_token(dataclasses.replace(CFG, qk_norm=qk_norm, ffn_chunk=16 if blockwise else 0), policy, 4)
+    if policy == "none":
+        # Without a fused RMSNorm, as on the CPU, each norm keeps one more tensor and its row statistics.
+        norms = 4 * (CFG.width * (1 if blockwise else 2) + (CFG.heads + CFG.kv_heads) * CFG.head_dim * qk_norm)
+        assert want <= per_token <= want + norms + 4 * (2 + 6 * qk_norm)
+    else:
+        assert per_token == want
+
+
+@pytest.mark.parametrize("causal,window", [(True, 0), (True, 1), (True, 5), (True, 300), (False, 0)])
+@pytest.mark.parametrize("documents", [None, [3, 1, 20, 9]])
+def test_visible_pairs(causal: bool, window: int, documents: list[int] | None) -> None:
+    s = 40
+    i = torch.arange(s)
+    mask = torch.ones(s, s, dtype=torch.bool)
+    if causal:
+        mask = i[:, None] >= i[None]
+    if window:
+        mask &= i[:, None] - i[None] < window
+    if documents is not None:
+        ids = torch.repeat_interleave(torch.arange(5), torch.tensor([*documents, s - sum(documents)]))
+        mask &= (ids[:, None] == ids[None]) & (ids[:, None] < 4)
+    assert cost.visible_pairs(s, window=window, causal=causal, documents=documents) == int(mask.sum())
+
+
+def test_conventions() -> None:
+    s, rows = 64, 3
+    t = s * rows
+    exact = cost.step_flops(CFG, tokens=t, pairs=[rows * cost.visible_pairs(s)])
+    assert exact.attention_forward == 4 * 3 * rows * (s * (s + 1) // 2) * 4 * 12
+    assert exact.attention_backward == 2.5 * exact.attention_forward
+    flash = cost.step_flops(CFG, tokens=t, seq_len=s, convention="flash")
+    assert flash.attention_forward == exact.attention_forward * s / (s + 1)
+    palm = cost.step_flops(CFG, tokens=t, seq_len=s, convention="palm")
+    parts = cost.parameters(CFG)
+    n = parts["attention"] + parts["ffn"] + parts["embedding"]
+    assert palm.total == (6 * n + 12 * CFG.layers * CFG.heads * CFG.head_dim * s) * t and palm.convention == "palm"
+    mixed = dataclasses.replace(CFG, windows=[8, 8, 0])
+    both = cost.step_flops(mixed, tokens=t, pairs=[100, 1000])
+    assert both.attention_forward == 4 * (100 + 100 + 1000) * 48
+    with pytest.raises(ValueError, match="needs pairs for each"):
+        cost.step_flops(mixed, tokens=t, pairs=[100])
+    with pytest.raises(ValueError, match="needs seq_len"):
+        cost.step_flops(mixed, tokens=t, convention="palm")
+
+
+def test_peak_and_mfu() -> None:
+    for name, peak in {
+        "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H100 NVL": 835e12,
+        "NVIDIA H200": 989e12, "NVIDIA GH200 480GB": 989e12, "NVIDIA B200": 2250e12, "NVIDIA GB200": 2500e12,
+        "NVIDIA H20": None, "cpu": None, "": None,
+    }.items():
+        assert cost.peak_flops(name) == peak, name
+    assert cost.mfu(989e12 * 4, 2.0, 4, "NVIDIA H200") == pytest.approx(0.5) and cost.mfu(1e12, 1.0, 1, "cpu") is None
+
+
+def test_memory_follows_what_it_should() -> None:
+    base = cost.memory(CFG, tokens=1000, policy="none")
+    total = CFG.parameters()
+    assert base["weights"] == base["gradients"] == 4 * total and base["optimizer"] == 8 * total
+    assert all(v >= 0 for v in base.values())
+    sharded = cost.memory(CFG, tokens=1000, shard_ranks=8)
+    assert sharded["weights"] == 4 * -(-total // 8) and sharded["activations"] == base["activations"]
+    longer = cost.memory(CFG, tokens=2000)
+    assert longer["activations"] == 2 * base["activations"] and longer["kv_buffers"] == 2 * base["kv_buffers"]
+    assert longer["logits"] == base["logits"] and longer["weights"] == base["weights"]
+    saved = [cost.memory(CFG, tokens=1000, policy=p)["activations"] for p in ("none", "attention_saved", "block")]
+    assert saved == sorted(saved, reverse=True) and len(set(saved)) == 3
+    ring = cost.memory(CFG, tokens=1000, ring_processes=2)
+    assert ring["kv_buffers"] > base["kv_buffers"] and ring == {**base, "kv_buffers": ring["kv_buffers"]}
+    assert ring == cost.memory(CFG, tokens=1000, ring_processes=64)  # buffers do not grow with the ring
+    chunked = dataclasses.replace(CFG, ffn_chunk=100)
+    assert cost.memory(chunked, tokens=10**5)["recompute"] == cost.memory(chunked, tokens=10**6)["recompute"]
+    whole_fp64 = cost.memory(CFG, tokens=1000, compute_bytes=8)
+    assert whole_fp64["weights"] == 8 * total and whole_fp64["gathered"] == 0
