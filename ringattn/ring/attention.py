@@ -147,6 +147,7 @@ def _forward(q, k, v, sinks, handle, scale, softcap, kernel, deterministic):
             )
         if hop < len(schedule.kv):
             kv.wait()
+    kv.close()
     return out, lse
 
 
@@ -232,6 +233,8 @@ def _ring_backward(impl, q, k, v, dout, terms, schedule, shards, scale, softcap)
             carried = schedule.dkv[-1].slice(w)
             for grad, arrived in zip((dk, dv), unpack(home), strict=True):
                 grad[:, rows][:, carried] += arrived[:, carried]
+    kv.close()
+    dkv.close()
     return dq, dk, dv
 
 

@@ -22,7 +22,7 @@ def gather_kv(packed: Tensor, schedule: Schedule) -> Tensor:
     ring, whole = schedule.ring, packed
     if ring.processes > 1:
         whole = packed.new_empty(schedule.layout.seq_len, *packed.shape[1:])
-        dist.all_gather_into_tensor(whole, packed, group=ring.group)
+        dist.all_gather(list(whole.chunk(ring.processes)), packed, group=ring.group)
     assert schedule.permutation is not None
     return whole.index_select(0, schedule.permutation[1])
 

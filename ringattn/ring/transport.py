@@ -1,31 +1,36 @@
 """How shards travel: buffers, messages, and the carousel that passes what each shard holds on by a permutation.
 
 A transport allocates the buffers that travel, starts a set of messages (``post``), makes their arrival visible to the kernels
-that are enqueued next (``wait``), and is told when a buffer's content is no longer needed (``release``): a transport that
-writes into a neighbour's memory turns that into a credit. Point-to-point needs no credit, because a receive must be posted.
+that are enqueued next (``wait``), and is told when a buffer is no longer needed (``release``). A posted receive is the credit that
+lets the neighbour write: what a library's receive does, a transport that writes into a neighbour's memory signals itself.
 
-Every process posts the same number of messages in the same order, so no order of sends and receives can block.
+Every process posts the same number of messages in the same order, so no order of sends and receives can block, and a buffer that
+receives here has a twin of the same role on every process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringattn.ring.hang import guard, watch_of
 from ringattn.ring.ring import Ring
 from ringattn.ring.schedule import Transfer
 
 
 class Message(NamedTuple):
-    """Rows of a buffer (its first dimension) to or from a process of the ring."""
+    """Rows of a buffer (its first dimension) to or from a process of the ring. ``twin``: this process's buffer in the role of the one
+    that a sent message lands in (for a receive: the buffer itself)."""
 
     buffer: Tensor
     rows: slice
     process: int
+    twin: Tensor
 
     @property
     def payload(self) -> Tensor:
@@ -58,7 +63,7 @@ class Transport(Protocol):
         ...
 
     def release(self, buffer: Tensor) -> None:
-        """The buffer's content has been used by all work enqueued so far: its owner upstream may overwrite it."""
+        """The buffer of a finished pass is free for another; the same on every process."""
         ...
 
 
@@ -67,6 +72,7 @@ class PointToPoint:
 
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
+        self._patience: tuple[timedelta, ...] = ()
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
@@ -75,22 +81,49 @@ class PointToPoint:
         group, peer = self.ring.group, self.ring.global_rank
         ops = [dist.P2POp(dist.isend, m.payload, peer(m.process), group) for m in sends if m.payload.numel()]
         ops += [dist.P2POp(dist.irecv, m.payload, peer(m.process), group) for m in receives if m.payload.numel()]
-        return dist.batch_isend_irecv(ops) if ops else []
+        works = dist.batch_isend_irecv(ops) if ops else []
+        if works and ops[0].tensor.is_cuda:
+            watch_of(self.ring).enqueued(lambda: all(work.is_completed() for work in works))
+        elif works:
+            self._patience = (watch_of(self.ring).patience,)  # the host waits for gloo itself, and no longer than this
+        return works
 
     def wait(self, ticket: list[dist.Work]) -> None:
         for work in ticket:
-            work.wait()
+            work.wait(*self._patience)
 
     def release(self, buffer: Tensor) -> None:
         pass
 
 
+TRANSPORTS = ("p2p", "push")
+
+
 def transport_of(ring: Ring) -> Transport:
-    """The ring's transport, chosen once for the life of the ring."""
+    """The ring's transport, chosen once for the life of the ring: point-to-point unless ``use_transport`` said otherwise."""
     if ring.transport is None:
         ring.transport = PointToPoint(ring)
     chosen: Transport = ring.transport
     return chosen
+
+
+def use_transport(ring: Ring, name: str, device: torch.device) -> None:
+    """Choose the ring's transport before its first pass; every process of the ring calls it alike.
+
+    ``p2p``: NCCL or gloo. ``push``: copy engines into symmetric memory, within one node.
+    Raises ValueError for an unknown name, or where the ring cannot push, with the reason.
+    """
+    from ringattn.ring.push import SymmetricPush, push_refusal
+
+    if name not in TRANSPORTS:
+        raise ValueError(f"transport={name!r} is unknown, choose from {', '.join(TRANSPORTS)}")
+    if name == "p2p":
+        ring.transport = PointToPoint(ring)
+        return
+    reason = push_refusal(ring, device)
+    if reason is not None:
+        raise ValueError(f"transport='push' is not possible: {reason}")
+    ring.transport = SymmetricPush(ring, device)
 
 
 class Carousel:
@@ -105,7 +138,7 @@ class Carousel:
         self._make = lambda: self.transport.allocate(shape, dtype, device)
         self._spare: list[Tensor] = []
         self.held: list[Tensor] = []
-        self._pending: tuple[Any, list[Tensor], list[Tensor]] | None = None
+        self._pending: tuple[Any, list[Tensor], list[Tensor], guard] | None = None
 
     def take(self) -> Tensor:
         """A free buffer (allocated in the first hops only; afterwards the same few go round)."""
@@ -113,34 +146,40 @@ class Carousel:
 
     def give(self, buffers: Sequence[Tensor]) -> None:
         """Hand buffers back whose content is no longer needed."""
-        for buffer in buffers:
-            self.transport.release(buffer)
         self._spare.extend(buffers)
+
+    def close(self) -> None:
+        """The pass is over: all buffers go back to the transport."""
+        for buffer in (*self._spare, *self.held):
+            self.transport.release(buffer)
+        self._spare, self.held = [], []
 
     def post(self, transfer: Transfer, offset: int, note: Note) -> None:
         """Start passing ``held`` on; it stays readable, but must not be written, until :meth:`wait`."""
         ring, size, start = self.ring, self.ring.size, self.ring.shards.start
-        arriving: dict[int, Tensor] = {}
-        leaving, sends, receives = [], [], []
-        for j, w in enumerate(ring.shards):
+        came_from = [(w - transfer.shift) % size for w in ring.shards]
+        arriving = [self.held[s - start] if s in ring.shards else self.take() for s in came_from]
+        receives = [
+            Message(buffer, transfer.slice((s - offset) % size), s // ring.virtual, buffer)
+            for s, buffer in zip(came_from, arriving, strict=True) if s not in ring.shards
+        ]
+        leaving, sends = [], []
+        for w, buffer in zip(ring.shards, self.held, strict=True):
             target = (w + transfer.shift) % size
-            if target in ring.shards:
-                arriving[target - start] = self.held[j]
-            else:
-                sends.append(Message(self.held[j], transfer.slice((w - offset) % size), target // ring.virtual))
-                leaving.append(self.held[j])
-        for j, w in enumerate(ring.shards):
-            source = (w - transfer.shift) % size
-            if j not in arriving:
-                arriving[j] = self.take()
-                receives.append(Message(arriving[j], transfer.slice((source - offset) % size), source // ring.virtual))
-        ticket = self.transport.post(sends, receives, note)
-        self._pending = (ticket, [arriving[j] for j in range(ring.virtual)], leaving)
+            if target not in ring.shards:
+                twin = arriving[target % ring.virtual]
+                sends.append(Message(buffer, transfer.slice((w - offset) % size), target // ring.virtual, twin))
+                leaving.append(buffer)
+        peers = [m.process for m in sends], [m.process for m in receives]
+        with guard(ring, "posting", note, *peers):
+            ticket = self.transport.post(sends, receives, note)
+        self._pending = (ticket, arriving, leaving, guard(ring, "waiting", note, *peers))
 
     def wait(self) -> None:
         """Finish what :meth:`post` started: ``held`` becomes what has arrived."""
         assert self._pending is not None
-        ticket, self.held, leaving = self._pending
+        ticket, self.held, leaving, waiting = self._pending
         self._pending = None
-        self.transport.wait(ticket)
+        with waiting:
+            self.transport.wait(ticket)
         self.give(leaving)
