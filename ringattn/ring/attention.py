@@ -269,7 +269,7 @@ def pack(k: Tensor, v: Tensor, buffer: Tensor | None = None) -> Tensor:
 
 def unpack(buffer: Tensor) -> tuple[Tensor, Tensor]:
     """Views of K and V, [B, L, Hkv, D] each, of a packed buffer [L, 2, B, Hkv, D]."""
-    first, second = rearrange(buffer, "s two b h d -> two b s h d").unbind(0)
+    first, second = buffer.permute(1, 2, 0, 3, 4).unbind(0)  # einops would cost 15 us a hop here
     return first, second
 
 
