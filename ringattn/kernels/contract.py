@@ -61,29 +61,24 @@ class Bounds:
     @staticmethod
     def from_rows(lo: np.ndarray, hi: np.ndarray, keys: int, device: torch.device | str = "cpu") -> Bounds:
         """Bounds from the per-row intervals ``lo``, ``hi`` (integers [Bb, Sq], monotone); the transpose is derived."""
-        hi = np.maximum(lo, hi)
-        pairs = int((hi - lo).sum())
-        q_lo, q_hi = _count_at_most(hi, keys), _count_at_most(lo, keys)
-        both = np.concatenate([lo.ravel(), hi.ravel(), q_lo.ravel(), np.maximum(q_lo, q_hi).ravel()]).astype(np.int32)
         bb, rows = lo.shape
-        flat = torch.from_numpy(both).to(device, non_blocking=True)
-        parts = flat.split([bb * rows, bb * rows, bb * keys, bb * keys])
-        lo_t, hi_t = (p.view(bb, rows) for p in parts[:2])
-        q_lo_t, q_hi_t = (p.view(bb, keys) for p in parts[2:])
-        return Bounds(lo_t, hi_t, q_lo_t, q_hi_t, pairs, pairs == bb * rows * keys)
+        sizes = [bb * rows, bb * rows, bb * keys, bb * keys]
+        flat = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=torch.device(device).type == "cuda")
+        host = [x.view(bb, -1).numpy() for x in flat.split(sizes)]
+        host[0][:] = lo
+        np.maximum(lo, hi, out=host[1], casting="unsafe")
+        pairs = int(host[1].sum(dtype=np.int64) - host[0].sum(dtype=np.int64))
+        for b in range(bb):
+            # the first query row that sees a key is the number of rows that stop at or before it, and so on
+            for ends, counts in ((host[1][b], host[2][b]), (host[0][b], host[3][b])):
+                np.cumsum(np.bincount(ends, minlength=keys + 1)[:keys], out=counts, dtype=np.int32)
+        lo_t, hi_t, q_lo, q_hi = (x.view(bb, -1) for x in flat.to(device, non_blocking=True).split(sizes))
+        return Bounds(lo_t, hi_t, q_lo, q_hi, pairs, pairs == bb * rows * keys)
 
     def to(self, device: torch.device | str) -> Bounds:
         """The same bounds on another device."""
         lo, hi, q_lo, q_hi = (t.to(device, non_blocking=True) for t in (self.lo, self.hi, self.q_lo, self.q_hi))
         return Bounds(lo, hi, q_lo, q_hi, self.pairs, self.full)
-
-
-def _count_at_most(values: np.ndarray, keys: int) -> np.ndarray:
-    """For each key j: how many entries of each row of ``values`` (integers in 0..keys) are <= j. [Bb, Sq] -> [Bb, Sk]."""
-    counts = np.empty((values.shape[0], keys), np.int64)
-    for b, row in enumerate(values):
-        counts[b] = np.cumsum(np.bincount(row, minlength=keys + 1))[:keys]
-    return counts
 
 
 @dataclass

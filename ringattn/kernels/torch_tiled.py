@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor
 
@@ -161,8 +162,8 @@ def _start(qt: Tensor, sinks: Tensor | None, rows: int) -> tuple[Tensor, Tensor,
 
 
 def _walk(bounds: Bounds, group: int, keys: int) -> Iterator[tuple[tuple[slice, int, int], list[_Tile]]]:
-    """Query tiles, each with its list of key tiles. A tile's class comes from its first and last bound (they are monotone):
-    keys outside [lo[first], hi[last]) are not visited, keys inside [lo[last], hi[first]) need no mask."""
+    """Query tiles, each with its list of key tiles. Keys outside the hull of what the tile's *live* rows see are not visited: a row
+    that sees nothing has bounds too, and they may point to keys that never came. Keys inside [lo[last], hi[first]) need no mask."""
     batches, length = bounds.lo.shape
     step = max(1, QUERY_TILE // group)
     for b in range(batches):
@@ -170,7 +171,10 @@ def _walk(bounds: Bounds, group: int, keys: int) -> Iterator[tuple[tuple[slice, 
         starts = list(range(0, length, step))
         ends = [min(r + step, length) for r in starts]
         first, last = torch.tensor(starts, device=bounds.lo.device), torch.tensor(ends, device=bounds.lo.device) - 1
-        edges = torch.stack([bounds.lo[b, first], bounds.lo[b, last], bounds.hi[b, first], bounds.hi[b, last]]).tolist()
+        live, padding = bounds.lo[b] < bounds.hi[b], (0, -length % step)
+        lowest = F.pad(torch.where(live, bounds.lo[b], keys), padding, value=keys).view(-1, step).amin(1)
+        highest = F.pad(torch.where(live, bounds.hi[b], 0), padding).view(-1, step).amax(1)
+        edges = torch.stack([lowest, bounds.lo[b, last], bounds.hi[b, first], highest]).tolist()
         for r0, r1, lo0, lo1, hi0, hi1 in zip(starts, ends, *edges, strict=True):
             tiles = []
             for k0 in range(lo0, hi1, KEY_TILE):
