@@ -4,7 +4,8 @@
     python scripts/check_ring.py --virtual 4            # one process
 
 Checks, for each transport: out, dq, dk, dv in bf16 (and fp32 with the portable kernels) for every layout, mask and exchange; a virtual
-ring of the same size has the same bits; repeated passes with random delays on some ranks have the same bits.
+ring of the same size has the same bits; repeated passes with random delays on some ranks have the same bits (both with
+deterministic=True).
 Exits with 1 and names what failed if anything did.
 """
 
@@ -41,12 +42,14 @@ def masks(seq_len: int, rng: np.random.Generator) -> dict[str, dict]:
     }
 
 
-def run(ring: Ring, layout: Layout, tensors: list[Tensor], mask: dict, exchange: str, kernel: str) -> list[Tensor]:
+def run(
+    ring: Ring, layout: Layout, tensors: list[Tensor], mask: dict, exchange: str, kernel: str, deterministic: bool = False
+) -> list[Tensor]:
     """out, dq, dk, dv of this rank's rows."""
     schedule = make_schedule(layout, ring, exchange=exchange, device=tensors[0].device, **mask)
     q, k, v, dout = (layout.shard(x, ring) for x in tensors)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = ring_attention(*leaves, ring=ring, layout=layout, schedule=schedule, kernel=kernel)
+    out = ring_attention(*leaves, ring=ring, layout=layout, schedule=schedule, kernel=kernel, deterministic=deterministic)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
@@ -107,9 +110,9 @@ def check_bits(report: Report, ring: Ring, args: argparse.Namespace, device: tor
     layout = Layout("zigzag", args.seq_len, ring.size)
     tensors = [torch.randn(1, args.seq_len, h, 128, device=device).bfloat16() for h in (4, 2, 2, 4)]
     for name, mask in masks(args.seq_len, rng).items():
-        first = run(ring, layout, tensors, mask, "ring", args.kernel)
+        first = run(ring, layout, tensors, mask, "ring", args.kernel, deterministic=True)
         alone = Ring(dist.new_group([dist.get_rank()], use_local_synchronization=True) if dist.is_initialized() else None, ring.size)
-        whole = run(alone, layout, tensors, mask, "ring", args.kernel)
+        whole = run(alone, layout, tensors, mask, "ring", args.kernel, deterministic=True)
         rows = slice(ring.rank * ring.virtual * layout.shard_len, (ring.rank + 1) * ring.virtual * layout.shard_len)
         wrong = [n for n, a, b in zip(("out", "dq", "dk", "dv"), first, whole, strict=True) if not torch.equal(a, b[:, rows])]
         report.check(f"virtual = real, {name}", f"{', '.join(wrong)} differ" if wrong else None)
@@ -118,7 +121,7 @@ def check_bits(report: Report, ring: Ring, args: argparse.Namespace, device: tor
         for i in range(args.passes):
             if own.random() < 0.2:
                 time.sleep(own.random() * 0.004)
-            again = run(ring, layout, tensors, mask, "ring", args.kernel)
+            again = run(ring, layout, tensors, mask, "ring", args.kernel, deterministic=True)
             if not all(torch.equal(a, b) for a, b in zip(first, again, strict=True)):
                 wrong.append(str(i))
         report.check(f"{args.passes} passes with delays, {name}", f"passes {', '.join(wrong[:5])} differ" if wrong else None)

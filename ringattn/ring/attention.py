@@ -27,6 +27,7 @@ from ringattn.ring.ring import Ring
 from ringattn.ring.schedule import Schedule, find_schedule, make_schedule
 from ringattn.ring.transport import Carousel, Note
 from ringattn.ring.ulysses import check_heads, heads_to_rows, own_heads, rows_to_heads
+from ringattn.ring.watch import agree_on
 
 
 def ring_attention(
@@ -118,13 +119,14 @@ def _forward(q, k, v, sinks, handle, scale, softcap, kernel, deterministic):
     if q.shape[1] != ring.virtual * length:
         raise ValueError(f"q holds {q.shape[1]} rows, but in attention {schedule.layout} on {ring} has {ring.virtual * length} a process")
     impl = select_kernel(kernel, q, k, softcap=softcap or None, sinks=sinks, deterministic=deterministic)
+    agree_on(schedule, q, k, sinks, scale, softcap, impl.name, deterministic)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulate_dtype(q.dtype))
     shards = [slice(j * length, (j + 1) * length) for j in range(ring.virtual)]
     states = [State.empty(q[:, s]) if last else None for s, last in zip(shards, schedule.last_hop, strict=True)]
     ring.passes += 1
     if schedule.exchange == "allgather":
-        keys, values = unpack(gather_kv(pack(k, v), schedule))
+        keys, values = unpack(gather_kv(pack(k, v), schedule, "forward"))
         for rows, bounds in zip(shards, schedule.bounds[0], strict=True):
             assert bounds is not None
             impl.forward(
@@ -170,7 +172,7 @@ def _backward(dout, dlse, q, k, v, out, lse, sinks, handle, scale, softcap, kern
 
 def _gathered_backward(impl, q, k, v, dout, terms, schedule, shards, scale, softcap):
     """dq in q's dtype and dk, dv in the accumulate dtype, of one hop over the gathered KV."""
-    keys, values = unpack(gather_kv(pack(k, v), schedule))
+    keys, values = unpack(gather_kv(pack(k, v), schedule, "backward"))
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     total: Tensor | None = None
     for rows, term, bounds in zip(shards, terms, schedule.bounds[0], strict=True):

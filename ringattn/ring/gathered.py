@@ -14,15 +14,18 @@ import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor
 
+from ringattn.ring.hang import complete
 from ringattn.ring.schedule import Schedule
+from ringattn.ring.transport import Note
 
 
-def gather_kv(packed: Tensor, schedule: Schedule) -> Tensor:
+def gather_kv(packed: Tensor, schedule: Schedule, direction: str) -> Tensor:
     """This process's packed rows [S / P, 2, B, Hkv, D] -> the whole sequence's, sorted by position [S, 2, B, Hkv, D]."""
     ring, whole = schedule.ring, packed
     if ring.processes > 1:
         whole = packed.new_empty(schedule.layout.seq_len, *packed.shape[1:])
-        dist.all_gather(list(whole.chunk(ring.processes)), packed, group=ring.group)
+        parts, note = list(whole.chunk(ring.processes)), Note(ring.passes, direction, 1, "gathered kv")
+        complete(ring, note, lambda: dist.all_gather(parts, packed, group=ring.group, async_op=True), packed.device)
     assert schedule.permutation is not None
     return whole.index_select(0, schedule.permutation[1])
 
@@ -34,5 +37,6 @@ def reduce_dkv(whole: Tensor, schedule: Schedule) -> Tensor:
     if ring.processes == 1:
         return by_shard
     arrived = torch.empty_like(by_shard)
-    dist.all_to_all_single(arrived, by_shard, group=ring.group)
+    note = Note(ring.passes, "backward", 1, "gathered dkv")
+    complete(ring, note, lambda: dist.all_to_all_single(arrived, by_shard, group=ring.group, async_op=True), by_shard.device)
     return rearrange(arrived, "(p s) ... -> p s ...", p=ring.processes).sum(0)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringattn.ring.hang import watch_of
 from ringattn.ring.ring import Ring
 from ringattn.ring.transport import Message, Note
 
@@ -44,8 +45,8 @@ def _stream_op(name: str, stream: torch.cuda.Stream, address: int, value: int) -
 
 def push_refusal(ring: Ring, device: torch.device) -> str | None:
     """Why this ring cannot push, or None. Local knowledge only: the processes of a ring must agree on the answer."""
-    if device.type != "cuda" or ring.group is None:
-        return "it needs CUDA devices and a process group"
+    if device.type != "cuda" or ring.processes < 2:
+        return "it needs two or more processes with a CUDA device each"
     if ring.processes > torch.cuda.device_count():
         return "the ring spans more than one node"
     peers = [d for d in range(torch.cuda.device_count()) if d != device.index]
@@ -127,3 +128,4 @@ class SymmetricPush:
         for process, count in expected.items():
             _stream_op("cuStreamWaitValue32_v2", compute, self._counter(ARRIVED, process), count)
         compute.wait_event(done)
+        watch_of(self.ring).enqueued(compute.record_event())

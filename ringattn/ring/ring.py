@@ -48,6 +48,7 @@ class Ring:
         self.ulysses_rank = 0 if ulysses_group is None else dist.get_rank(ulysses_group)
         self.transport: Any = None  # how shards travel; see transport_of
         self.watch: Any = None  # timeouts and hang reports; see hang.watch_of
+        self.timeline: Any = None  # measures transfers while it is set; see timeline.measure
         self.passes = 0  # attention passes so far, forward and backward counted
         self.schedules: OrderedDict[Any, Any] = OrderedDict()  # by content; filled by make_schedule
 

@@ -10,8 +10,8 @@ receives here has a twin of the same role on every process.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -72,7 +72,7 @@ class PointToPoint:
 
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
-        self._patience: tuple[timedelta, ...] = ()
+        self._device = torch.device("cpu")
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
@@ -82,21 +82,19 @@ class PointToPoint:
         ops = [dist.P2POp(dist.isend, m.payload, peer(m.process), group) for m in sends if m.payload.numel()]
         ops += [dist.P2POp(dist.irecv, m.payload, peer(m.process), group) for m in receives if m.payload.numel()]
         works = dist.batch_isend_irecv(ops) if ops else []
-        if works and ops[0].tensor.is_cuda:
-            watch_of(self.ring).enqueued(lambda: all(work.is_completed() for work in works))
-        elif works:
-            self._patience = (watch_of(self.ring).patience,)  # the host waits for gloo itself, and no longer than this
+        if works:
+            self._device = ops[0].tensor.device
         return works
 
     def wait(self, ticket: list[dist.Work]) -> None:
-        for work in ticket:
-            work.wait(*self._patience)
+        if ticket:
+            watch_of(self.ring).finish(ticket, self._device)
 
     def release(self, buffer: Tensor) -> None:
         pass
 
 
-TRANSPORTS = ("p2p", "push")
+TRANSPORTS = ("auto", "p2p", "push")
 
 
 def transport_of(ring: Ring) -> Transport:
@@ -107,23 +105,30 @@ def transport_of(ring: Ring) -> Transport:
     return chosen
 
 
-def use_transport(ring: Ring, name: str, device: torch.device) -> None:
-    """Choose the ring's transport before its first pass; every process of the ring calls it alike.
+def use_transport(ring: Ring, name: str, device: torch.device) -> str:
+    """Choose the ring's transport before its first pass; every process of the ring calls it alike. Returns the name of the choice.
 
-    ``p2p``: NCCL or gloo. ``push``: copy engines into symmetric memory, within one node.
-    Raises ValueError for an unknown name, or where the ring cannot push, with the reason.
+    ``p2p``: NCCL or gloo. ``push``: copy engines into symmetric memory, within one node. ``auto``: push where all processes can.
+    Raises ValueError for an unknown name, or where the ring cannot push, with the first reason.
     """
     from ringattn.ring.push import SymmetricPush, push_refusal
 
     if name not in TRANSPORTS:
         raise ValueError(f"transport={name!r} is unknown, choose from {', '.join(TRANSPORTS)}")
-    if name == "p2p":
+    answers: list[tuple[str, str | None]] = [(socket.gethostname(), push_refusal(ring, device))]
+    if ring.group is not None and ring.processes > 1 and name != "p2p":
+        answers *= ring.processes
+        dist.all_gather_object(answers, answers[0], group=ring.group)
+    reasons = [reason for _, reason in answers if reason]
+    if len({host for host, _ in answers}) > 1:
+        reasons.append("the ring spans more than one node")
+    if name == "push" and reasons:
+        raise ValueError(f"transport='push' is not possible: {reasons[0]}")
+    if name == "p2p" or reasons:
         ring.transport = PointToPoint(ring)
-        return
-    reason = push_refusal(ring, device)
-    if reason is not None:
-        raise ValueError(f"transport='push' is not possible: {reason}")
+        return "p2p"
     ring.transport = SymmetricPush(ring, device)
+    return "push"
 
 
 class Carousel:

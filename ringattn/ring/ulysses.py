@@ -15,6 +15,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from ringattn.ring.hang import exchange_error
 from ringattn.ring.ring import Ring
 
 
@@ -59,7 +60,11 @@ torch.library.define("ringattn::swap", "(Tensor x, str group_name) -> Tensor", t
 @torch.library.impl("ringattn::swap", "default")
 def _swap(x: Tensor, group_name: str) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(out, x.contiguous(), group=_resolve_process_group(group_name))  # type: ignore[arg-type]
+    group: dist.ProcessGroup = _resolve_process_group(group_name)  # type: ignore[arg-type]
+    try:
+        dist.all_to_all_single(out, x.contiguous(), group=group)
+    except RuntimeError as error:
+        raise exchange_error(group, "the exchange of heads", error) from error
     return out
 
 
