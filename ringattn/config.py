@@ -1,0 +1,267 @@
+"""A run as plain dataclasses, and the one function that turns a dictionary into them.
+
+The keys are those of the command line (``train.steps`` is ``Config.train.steps``). Nothing here knows Hydra or torch.distributed:
+:func:`from_dict` takes what the command line composed and either returns a :class:`Config` that can run on ``world_size`` processes or
+raises one :class:`ConfigError` that lists every problem.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ringattn.data.config import DataConfig
+from ringattn.kernels.select import KERNELS
+from ringattn.model.config import ModelConfig
+from ringattn.ring.layout import LAYOUTS, Layout
+from ringattn.ring.schedule import EXCHANGES
+from ringattn.typed import ConfigError, Problems, build
+
+__all__ = [
+    "CheckpointConfig", "Config", "ConfigError", "LogConfig", "OptimConfig", "ParallelConfig", "ScheduleConfig", "TrainConfig",
+    "from_dict", "to_dict",
+]
+
+# Values that the design names and this version does not run: refused by name, so that nobody waits for a silent fallback.
+NOT_OFFERED = {
+    "parallel.layout": ("balanced",),
+    "activation": ("offload",),
+    "precision": ("fp16", "fp8"),
+}
+
+
+@dataclass
+class TrainConfig:
+    """How much is trained. A row is one packed sequence of ``seq_len`` tokens."""
+
+    steps: int  # optimizer steps of the whole run: the learning-rate schedule ends here
+    stop_after: int | None = None  # stop after this step with a checkpoint, the schedule unchanged
+    seq_len: int = 2048
+    rows: int = 8  # rows a step, over all ranks
+    micro_rows: int = 1  # rows a forward pass; more rows a step are accumulated
+    val_every: int = 100  # steps between validations, 0 = none
+    val_rows: int = 16  # validation rows each time, 0 = all there are
+
+
+@dataclass
+class ParallelConfig:
+    """The mesh replicate x shard x ring. Parameters are sharded over shard x ring and replicated over replicate."""
+
+    ring: int | None = None  # real ranks in a ring; null = the ranks that the other axes leave
+    virtual: int = 1  # virtual shards on each rank of the ring
+    layout: str = "zigzag"
+    exchange: str = "ring"  # ring | allgather (gather all KV at once: fewer, larger transfers, more memory)
+    ulysses: int = 1
+    transport: Literal["auto", "p2p", "push"] = "auto"  # NCCL / gloo, or copy engines within a node; auto: push where all can
+    shard: int = 1
+    replicate: int = 1
+    grad_sync: Literal["last", "each"] = "last"  # reduce gradients after the last micro-batch, or after each (less memory)
+    reshard_after_forward: bool = True  # free a block's gathered parameters between forward and backward
+    timeout_s: float = 600.0
+
+
+@dataclass
+class OptimConfig:
+    """AdamW (arXiv 1711.05101) or SGD. ``weight_decay`` acts on matrices only; embeddings are matrices here, norms and sinks are not."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: float = 3e-4
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    momentum: float = 0.0  # sgd
+    clip: float = 1.0  # largest global gradient norm, 0 = off
+
+
+@dataclass
+class ScheduleConfig:
+    """The learning rate as a pure function of the step: warm-up, then cosine, warmup-stable-decay (arXiv 2404.06395) or constant."""
+
+    name: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup_steps: int = 100
+    decay_steps: int = 0  # wsd: length of the final decay
+    min_ratio: float = 0.1  # last learning rate / optim.lr
+
+
+@dataclass
+class CheckpointConfig:
+    """Checkpoints are written every ``every`` steps and when a run ends or is stopped."""
+
+    every: int = 500  # 0 = only when the run ends or is stopped
+    keep: int = 3  # newest ones kept, 0 = write none at all
+
+
+@dataclass
+class LogConfig:
+    """Where a run writes and how often it speaks."""
+
+    dir: str = "runs"  # a run writes <dir>/<name>
+    every: int = 10  # steps between console lines where the console is not a terminal
+    console: Literal["auto", "plain", "off"] = "auto"
+    tensorboard: bool = True
+
+
+@dataclass
+class Config:
+    """One run."""
+
+    train: TrainConfig
+    model: ModelConfig
+    data: DataConfig
+    name: str = "run"
+    seed: int = 0
+    resume: str = "auto"  # auto | never | path of a checkpoint or of a run
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["auto", "fp64", "fp32", "bf16"] = "auto"
+    kernel: str = "auto"
+    activation: Literal["none", "block", "attention_saved"] = "none"
+    compile: bool = False
+    deterministic: bool = False
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    @property
+    def last_step(self) -> int:
+        """The step after which this process is done: ``train.stop_after`` or ``train.steps``."""
+        stop = self.train.stop_after
+        return self.train.steps if stop is None else min(stop, self.train.steps)
+
+    def ring_processes(self, world_size: int) -> int:
+        """Real ranks in one ring, when the whole run has ``world_size``."""
+        p = self.parallel
+        return world_size // (p.replicate * p.shard) if p.ring is None else p.ring
+
+    def at(self, base: str | os.PathLike[str]) -> Config:
+        """The same config with relative paths starting at the folder ``base`` (where the user launched the run)."""
+
+        def absolute(path: str) -> str:
+            return os.path.normpath(os.path.join(base, os.path.expanduser(path)))
+
+        resume = self.resume if self.resume in ("auto", "never") else absolute(self.resume)
+        log = dataclasses.replace(self.log, dir=absolute(self.log.dir))
+        return dataclasses.replace(self, resume=resume, log=log, data=self.data.resolve(base))
+
+    @property
+    def folder(self) -> Path:
+        """The folder that the run writes."""
+        return Path(self.log.dir) / self.name
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """The nested dictionary that :func:`from_dict` turns back into this config."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(raw: dict[str, Any], *, world_size: int = 1, problems: Problems | None = None) -> Config:
+    """A config that can run on ``world_size`` processes. Raises ConfigError with every problem; ``problems`` holds earlier ones."""
+    problems = problems or Problems()
+    refused = _refuse_not_offered(raw, problems)
+    config: Config = build(Config, refused, problems)
+    _check_values(config, problems)
+    _check_mesh(config, world_size, problems)
+    for key, section in (("model", config.model), ("data", config.data)):
+        if problems.fine(key):
+            section.validate(problems.messages, key)
+    if problems.messages:
+        raise ConfigError(problems.messages)
+    return config
+
+
+def _refuse_not_offered(raw: dict[str, Any], problems: Problems) -> dict[str, Any]:
+    """Refuse known but missing features by name; the returned copy leaves their keys at the default."""
+    raw = {k: dict(v) if isinstance(v, dict) else v for k, v in raw.items()}
+    for key, values in NOT_OFFERED.items():
+        section, _, name = key.rpartition(".")
+        holder = raw.get(section) if section else raw
+        if isinstance(holder, dict) and holder.get(name) in values:
+            problems.add(f"{key}={holder.pop(name)}: is not offered by this version")
+    return raw
+
+
+def _check_values(c: Config, problems: Problems) -> None:
+    """Ranges of single values."""
+    least: dict[str, float] = {
+        "train.steps": 1, "train.seq_len": 1, "train.rows": 1, "train.micro_rows": 1, "train.val_every": 0, "train.val_rows": 0,
+        "parallel.virtual": 1, "parallel.ulysses": 1, "parallel.shard": 1, "parallel.replicate": 1, "seed": 0,
+        "optim.lr": 0, "optim.weight_decay": 0, "optim.beta1": 0, "optim.beta2": 0, "optim.eps": 0, "optim.momentum": 0, "optim.clip": 0,
+        "schedule.warmup_steps": 0, "schedule.decay_steps": 0, "schedule.min_ratio": 0,
+        "checkpoint.every": 0, "checkpoint.keep": 0, "log.every": 1,
+    }
+    for key, low in least.items():
+        value = _get(c, key)
+        if problems.fine(key) and not (low <= value < math.inf):
+            problems.add(f"{key}={value}: must be {low} or more", key)
+
+    def check(ok: bool, key: str, allowed: str) -> None:
+        if problems.fine(key) and not ok:
+            problems.add(f"{key}={_get(c, key)}: {allowed}", key)
+
+    check(c.train.stop_after is None or c.train.stop_after >= 1, "train.stop_after", "must be a step from 1 on, or null")
+    check(c.parallel.ring is None or c.parallel.ring >= 1, "parallel.ring", "must be 1 or more, or null for the ranks that are left")
+    check(0 < c.parallel.timeout_s < math.inf, "parallel.timeout_s", "must be a number of seconds above 0")
+    check(c.optim.beta1 < 1, "optim.beta1", "must be below 1")
+    check(c.optim.beta2 < 1, "optim.beta2", "must be below 1")
+    check(c.optim.momentum < 1, "optim.momentum", "must be below 1")
+    check(c.schedule.min_ratio <= 1, "schedule.min_ratio", "must be from 0 to 1")
+    check(c.kernel in KERNELS, "kernel", f"expected one of {', '.join(KERNELS)}")
+    check(c.parallel.layout in LAYOUTS, "parallel.layout", f"expected one of {', '.join(LAYOUTS)}")
+    check(c.parallel.exchange in EXCHANGES, "parallel.exchange", f"expected one of {', '.join(EXCHANGES)}")
+    check(c.parallel.ulysses == 1, "parallel.ulysses", "is not offered by this version, only 1 is")
+    check(c.device != "cuda" or torch.cuda.is_available(), "device", "this machine (or this build of torch) has no CUDA device")
+    plain = re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", c.name) is not None
+    check(plain, "name", "is a folder's name: letters, digits, '.', '_' and '-' only, not starting with '.' or '-'")
+    check(c.resume != "", "resume", "must be auto, never or the path of a checkpoint")
+    check(c.log.dir != "", "log.dir", "must name a folder")
+    if problems.fine("schedule", "train.steps"):
+        s, steps = c.schedule, c.train.steps
+        if s.name == "wsd":
+            check(s.warmup_steps + s.decay_steps <= steps, "schedule.decay_steps",
+                  f"with schedule.warmup_steps={s.warmup_steps} must not exceed train.steps={steps}")
+
+
+def _check_mesh(c: Config, world_size: int, problems: Problems) -> None:
+    """Mistakes that show only when several keys are seen together."""
+    p, t, ring = c.parallel, c.train, None
+    if problems.fine("parallel.ring", "parallel.shard", "parallel.replicate"):
+        others = p.replicate * p.shard
+        product = f"parallel.replicate x parallel.shard = {p.replicate} x {p.shard} = {others}"
+        if p.ring is None and world_size % others:
+            problems.add(f"parallel.ring=null: {product} does not divide the {world_size} processes started", "parallel.ring")
+        elif p.ring is not None and p.ring * others != world_size:
+            problems.add(
+                f"parallel.ring={p.ring}: ring x replicate x shard = {p.ring} x {p.replicate} x {p.shard} = {p.ring * others}, "
+                f"but {world_size} process{'es were' if world_size > 1 else ' was'} started "
+                f"(torchrun --nproc-per-node {p.ring * others} starts as many)"
+            )
+        if problems.fine("parallel.ring"):
+            ring = c.ring_processes(world_size)
+    if problems.fine("train.rows", "train.micro_rows", "parallel.shard", "parallel.replicate"):
+        unit = p.replicate * p.shard * t.micro_rows
+        if t.rows % unit:
+            problems.add(
+                f"train.rows={t.rows}: must be a multiple of parallel.replicate x parallel.shard x train.micro_rows = "
+                f"{p.replicate} x {p.shard} x {t.micro_rows} = {unit}; the next that works is {-(-t.rows // unit) * unit}"
+            )
+    if ring is not None and problems.fine("parallel.layout", "parallel.virtual", "train.seq_len"):
+        try:
+            Layout(p.layout, t.seq_len, ring * p.virtual)
+        except ValueError as error:
+            problems.add(f"train.{error}" if str(error).startswith("seq_len") else f"parallel.layout: {error}")
+
+
+def _get(c: Config, key: str) -> Any:
+    value: Any = c
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value

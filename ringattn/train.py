@@ -1,0 +1,111 @@
+"""Train a model: ``python -m ringattn.train key=value ...``, or the same under ``torchrun --standalone --nproc-per-node N -m``.
+
+    hydra      composes the config from configs/ and the command line; a sweep (-m) runs its jobs one after another
+    config     turns it into dataclasses, or lists everything that is wrong with it
+    launch     opens the process group
+    training   does the rest; nothing below this file knows Hydra
+
+Exit codes: 0 done; 1 an unexpected error; 2 refused (config, data or checkpoint; one message, nothing written); 3 loss or gradient not
+finite; 75 stopped by SIGTERM or SIGINT after saving. torchrun itself reports any of the last four as 1.
+
+Start ranks with torchrun (or python -m torch.distributed.run): launchers that add --local-rank arguments are not understood. On a
+machine that cannot resolve its own name, torchrun needs --local-addr 127.0.0.1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from ringattn.config import Config, ConfigError, from_dict
+from ringattn.data import DataError
+from ringattn.overrides import prepare
+from ringattn.ring.hang import RingError
+from ringattn.training.launch import Launch, process_group
+from ringattn.training.loop import Outcome, train
+from ringattn.training.run import assemble
+from ringattn.training.safe_reader import CheckpointError
+from ringattn.training.stop import Diverged
+from ringattn.typed import Problems
+
+UNEXPECTED, REFUSED, DIVERGED = 1, 2, 3
+
+
+def config_folder() -> Path:
+    """The folder of config groups: inside an installed package, beside it in a source tree."""
+    package = Path(__file__).resolve().parent
+    return package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
+
+
+def main() -> None:
+    """The command line."""
+    problems = Problems()
+    sys.argv[1:] = prepare(sys.argv[1:], config_folder(), problems)
+    try:
+        launch = Launch.from_environment()
+    except ConfigError as error:
+        print(error, file=sys.stderr)  # by each rank: they cannot talk to each other
+        sys.exit(REFUSED)
+
+    @record  # writes the error file that torchrun shows for the rank that failed first
+    def job(composed: DictConfig) -> None:
+        code = run_job(composed, launch, problems)
+        if code != Outcome.DONE:
+            sys.exit(code)
+
+    hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="config")(job)()
+
+
+def run_job(composed: DictConfig, launch: Launch, problems: Problems) -> int:
+    """One run, or one job of a sweep. Returns the exit code; what the user can mend is printed once, without a trace."""
+    try:
+        config = read_config(composed, launch, problems)
+        number = HydraConfig.get().job.num if is_sweep() else 0
+        with process_group(config, launch, number) as device:
+            run = assemble(config, device)
+            try:
+                return int(train(run))
+            finally:
+                run.close()
+    except (ConfigError, DataError, CheckpointError) as error:
+        launch.say_once(str(error), sys.stderr)
+        return REFUSED
+    except RingError as error:  # says itself where each rank stood; a launcher then ends the others
+        print(f"rank {launch.rank}: {error}", file=sys.stderr, flush=True)
+        return UNEXPECTED
+    except Diverged as error:
+        launch.say_once(str(error), sys.stderr)
+        return DIVERGED
+
+
+def read_config(composed: DictConfig, launch: Launch, problems: Problems) -> Config:
+    """The composed config as dataclasses, with paths that start at the folder of the launch. Raises ConfigError with all problems."""
+    raw: Any = None
+    try:
+        raw = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError([*problems.messages, str(error).splitlines()[0]]) from None
+    found = Problems(list(problems.messages), set(problems.bad))
+    config = from_dict(raw, world_size=launch.world_size, problems=found)
+    if is_sweep():
+        # each job has a folder of its own: <name>-0, <name>-1, ... in the order of the sweep
+        config = dataclasses.replace(config, name=f"{config.name}-{HydraConfig.get().job.num}")
+    return config.at(HydraConfig.get().runtime.cwd)
+
+
+def is_sweep() -> bool:
+    """Whether this is a job of a sweep (-m)."""
+    return HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+if __name__ == "__main__":
+    main()
