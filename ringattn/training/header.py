@@ -1,0 +1,67 @@
+"""The header of a run: what is trained, on what, how it is spread, and what a step will cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ringattn import cost
+from ringattn.training.console import binary, picture, short
+from ringattn.training.parallelize import precision
+
+if TYPE_CHECKING:
+    from ringattn.training.run import Run
+
+
+def introduce(run: Run, found: Path | None, notes: list[str]) -> None:
+    """Print the header, where the run goes on from, and whatever else the user should know before the first step."""
+    layout, seq_len = run.layout, run.config.train.seq_len
+    ring = [f"{layout.kind}, positions 0-{seq_len - 1}", *picture(layout, run.mesh.ring.virtual, fancy=run.console.fancy)]
+    rows = [*model_rows(run), *mesh_rows(run), *cost_rows(run), ("files", str(run.folder.path))]
+    run.console.header(f"ringattn: {run.config.name}", rows, ring)
+    if found is not None:
+        run.console.note(f"resumed from {found.name}, step {run.step}")
+    for note in notes:
+        run.console.note(f"note: {note}")
+
+
+def model_rows(run: Run) -> list[tuple[str, str]]:
+    """The network, the corpus, and how much of it a step takes."""
+    m, data, train = run.model_config, run.dataset, run.config.train
+    passes = f"{run.batches.micro_batches} forward pass" + ("es" if run.batches.micro_batches > 1 else "")
+    return [
+        ("model", f"{m.name}: {short(m.parameters())} parameters, {m.layers} layers, width {m.width}"),
+        ("", f"{m.heads} heads ({m.kv_heads} KV) of {m.head_dim}, vocabulary {m.vocab_size}"),
+        ("data", f"{data.name}: {short(data.tokens)} tokens, {data.val_rows} validation rows"),
+        ("step", f"{train.rows} rows x {train.seq_len} = {run.tokens_per_step:,} tokens, {passes} a rank"),
+    ]
+
+
+def mesh_rows(run: Run) -> list[tuple[str, str]]:
+    """How the run is spread over the processes."""
+    p, ring, device = run.config.parallel, run.mesh.ring, run.mesh.device
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads a rank"
+    virtual = f" x {ring.virtual} virtual" if ring.virtual > 1 else ""
+    return [("mesh", f"replicate {p.replicate} x shard {p.shard} x ring {ring.processes}{virtual} on {kind}")]
+
+
+def cost_rows(run: Run) -> list[tuple[str, str]]:
+    """What a step costs (at most: documents only lessen it), and the path that its numbers take."""
+    c, m, ring = run.config, run.model_config, run.mesh.ring
+    _, compute = precision(c, run.mesh.device)
+    pairs = [c.train.rows * cost.visible_pairs(c.train.seq_len, window=w) for w in m.distinct_windows]
+    flops = cost.step_flops(m, tokens=run.tokens_per_step, pairs=pairs, policy=c.activation)
+    memory = cost.memory(
+        m, tokens=c.train.micro_rows * c.train.seq_len // ring.processes, shard_ranks=c.parallel.shard * ring.processes,
+        ring_processes=ring.processes, policy=c.activation, compute_bytes=compute.itemsize,
+    )
+    largest = " and ".join(sorted(memory, key=lambda k: -memory[k])[:2])
+    dtype = {torch.bfloat16: "bf16 (fp32 weights and sums)", torch.float32: "fp32", torch.float64: "fp64"}[compute]
+    compiled = "compiled" if c.compile else "eager"
+    return [
+        ("cost", f"up to {short(flops.total + flops.recompute, 'FLOP')} a step"),
+        ("", f"about {binary(sum(memory.values()))} a rank, most of it {largest}"),
+        ("path", f"kernel {run.kernel}, exchange {c.parallel.exchange}, {dtype}, activations {c.activation}, {compiled}"),
+    ]

@@ -1,0 +1,69 @@
+"""The mesh replicate x shard x ring: ranks as one tensor, every group a slice of it.
+
+    ranks = arange(world).view(replicate, shard, ring)
+
+The ring is the last axis, so ring neighbours are neighbouring ranks, on one host where possible. Two views of this one order are
+all that the rest needs: [replicate, shard x ring] for the parameters (sharded over the second, replicated over the first) and
+[replicate x shard, ring] for the data (each ring reads rows of its own; all its ranks read the same rows).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ringattn.config import Config, ConfigError
+from ringattn.ring.ring import Ring
+from ringattn.ring.transport import use_transport
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place in the mesh.
+
+    ``parameters``: the mesh for FSDP, [shard x ring] or [replicate, shard x ring]. ``sharded``: the process group that holds one whole
+    copy of the parameters. ``ring``: the ring of this rank. ``data_rank`` of ``data_size``: which ring this is, of how many.
+    """
+
+    device: torch.device
+    rank: int
+    world_size: int
+    parameters: DeviceMesh
+    sharded: dist.ProcessGroup
+    ring: Ring
+    data_rank: int
+    data_size: int
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes files and speaks to the user."""
+        return self.rank == 0
+
+
+def build_mesh(config: Config, device: torch.device) -> Mesh:
+    """Slice the default process group into the mesh of ``config.parallel``. Every rank calls this.
+
+    Raises ConfigError where the ring cannot use the transport asked for.
+    """
+    p, world_size = config.parallel, dist.get_world_size()
+    ring_processes = config.ring_processes(world_size)
+    parameters = init_device_mesh(device.type, (p.replicate, p.shard * ring_processes), mesh_dim_names=("replicate", "sharded"))
+    rings = init_device_mesh(device.type, (p.replicate * p.shard, ring_processes), mesh_dim_names=("data", "ring"))
+    ring_group = rings["ring"].get_group()
+    # A first transfer between two ranks would wait for a communicator that the others have not begun to make: make it here, all together.
+    dist.all_reduce(torch.zeros(1, device=device), group=ring_group)
+    ring = Ring(ring_group, p.virtual)
+    try:
+        use_transport(ring, p.transport, device)
+    except ValueError as error:
+        raise ConfigError([f"parallel.{error}"]) from None
+    return Mesh(
+        device=device, rank=dist.get_rank(), world_size=world_size,
+        parameters=parameters if p.replicate > 1 else parameters["sharded"],
+        sharded=parameters["sharded"].get_group(),
+        ring=ring,
+        data_rank=rings.get_local_rank("data"), data_size=p.replicate * p.shard,
+    )

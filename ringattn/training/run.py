@@ -1,0 +1,194 @@
+"""Putting a run together: from a config to the objects that the loop works with. :class:`Run` is all the state there is."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringattn.config import Config, ConfigError, to_dict
+from ringattn.data import Dataset, build_dataset
+from ringattn.model.config import ModelConfig
+from ringattn.model.transformer import Transformer
+from ringattn.ring.layout import Layout
+from ringattn.training import checkpoint
+from ringattn.training.batches import Batches
+from ringattn.training.checkpoint import Progress
+from ringattn.training.console import Console
+from ringattn.training.folder import RunFolder
+from ringattn.training.header import introduce
+from ringattn.training.mesh import Mesh, build_mesh
+from ringattn.training.metrics import Metrics
+from ringattn.training.optimizer import build_optimizer
+from ringattn.training.parallelize import agree_on_kernel, build_model
+from ringattn.training.safe_reader import CheckpointError
+
+# Keys that say where and how a run is carried out, not what it computes: a change of these needs no note on resuming.
+UNREMARKABLE = (
+    "name", "resume", "log.", "checkpoint.", "parallel.", "device", "train.stop_after", "train.val_", "data.path", "data.verify",
+)
+
+
+@dataclass
+class Run:
+    """A run on this rank. ``step``: finished steps. ``model_config``: with the vocabulary of the data filled in."""
+
+    config: Config
+    model_config: ModelConfig
+    mesh: Mesh
+    dataset: Dataset
+    layout: Layout
+    batches: Batches
+    model: Transformer
+    optimizer: torch.optim.Optimizer
+    folder: RunFolder
+    metrics: Metrics
+    console: Console
+    kernel: str
+    step: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Positions a step, over all ranks."""
+        return self.config.train.rows * self.config.train.seq_len
+
+    @property
+    def val_rows(self) -> int:
+        """Validation rows each time."""
+        asked = self.config.train.val_rows
+        return min(asked, self.dataset.val_rows) if asked else self.dataset.val_rows
+
+    def progress(self) -> Progress:
+        """What a checkpoint of this moment says about itself."""
+        config = to_dict(dataclasses.replace(self.config, model=self.model_config))
+        return Progress(self.step, self.step * self.tokens_per_step, corpus_identity(self.dataset), config, self.mesh.world_size)
+
+    def close(self) -> None:
+        """Stop threads and close files."""
+        self.batches.close()
+        self.metrics.close()
+        self.console.stop()
+
+
+def assemble(config: Config, device: torch.device) -> Run:
+    """Build everything, resuming if there is something to resume from. Every rank calls this within the default process group.
+
+    Raises ConfigError, DataError or CheckpointError before anything is written.
+    """
+    check_agreement(config)
+    mesh = build_mesh(config, device)
+    torch.manual_seed((config.seed * 1_000_003 + mesh.rank) % 2**63)  # nothing in training draws from it today; ranks must not draw alike
+    torch.use_deterministic_algorithms(config.deterministic)
+    dataset = build_dataset(config.data, seq_len=config.train.seq_len, seed=config.seed)
+    model_config = fill_vocabulary(config.model, dataset)
+    layout = Layout(config.parallel.layout, config.train.seq_len, mesh.ring.size)
+    kernel = agree_on_kernel(config, model_config, mesh)
+    model = build_model(config, model_config, mesh, kernel)
+    optimizer = build_optimizer(config.optim, model)
+
+    folder = RunFolder(config.folder)
+    console = Console(config.log, enabled=mesh.is_main)
+    found, notes = find_checkpoint(config, folder)
+    step = 0
+    if found is not None:
+        saved = checkpoint.read_progress(found)
+        notes += compare_runs(found, saved, config, model_config, dataset)
+        notes += checkpoint.load(found, model, optimizer, seed=config.seed)
+        step = saved.step
+    if config.schedule.warmup_steps > config.train.steps:
+        notes.append(f"the warm-up ({config.schedule.warmup_steps} steps) is longer than the run: optim.lr is never reached")
+    notes += prepare_folder(folder, config, step, mesh.is_main)
+    metrics = Metrics(folder.path, step=step, enabled=mesh.is_main, tensorboard=config.log.tensorboard)
+    batches = Batches(dataset, mesh, layout, config, model_config.distinct_windows)
+    run = Run(config, model_config, mesh, dataset, layout, batches, model, optimizer, folder, metrics, console, kernel, step)
+    introduce(run, found, notes)
+    return run
+
+
+def check_agreement(config: Config) -> None:
+    """All ranks must have started with the same config. Raises ConfigError, on all of them, naming the first keys that differ."""
+    own = flatten(to_dict(config))
+    first: list[Any] = [own]
+    dist.broadcast_object_list(first, src=0)
+    main, rank = first[0], dist.get_rank()
+    differing = [f"{k}={own.get(k)} on rank {rank}, {main.get(k)} on rank 0" for k in own if own.get(k) != main.get(k)]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, differing[:3])
+    if any(everyone):
+        raise ConfigError([f"ranks started with different settings: {d}" for rank in everyone for d in rank][:8])
+
+
+def fill_vocabulary(model: ModelConfig, dataset: Dataset) -> ModelConfig:
+    """The model's config with ``vocab_size`` from the data where it says 0. Raises ConfigError if the data has tokens beyond it."""
+    if 0 < model.vocab_size < dataset.vocab_size:
+        has = f"{dataset.name} has {dataset.vocab_size} tokens; 0 takes the data's number"
+        raise ConfigError([f"model.vocab_size={model.vocab_size}: {has}"])
+    return dataclasses.replace(model, vocab_size=model.vocab_size or dataset.vocab_size)
+
+
+def find_checkpoint(config: Config, folder: RunFolder) -> tuple[Path | None, list[str]]:
+    """What to resume from, as the main rank sees it: all ranks must go on from the same checkpoint. Raises CheckpointError on all."""
+    answer: list[Any] = [None, [], None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0], answer[1] = checkpoint.find(config.resume, folder.checkpoints)
+        except CheckpointError as error:
+            answer[2] = str(error)
+    dist.broadcast_object_list(answer, src=0)
+    if answer[2] is not None:
+        raise CheckpointError(answer[2])
+    return answer[0], answer[1]
+
+
+def prepare_folder(folder: RunFolder, config: Config, step: int, is_main: bool) -> list[str]:
+    """Make the run's folder ready, on one rank. Raises ConfigError on all if it cannot be written; returns notes for the user."""
+    answer: list[Any] = [[], None]
+    if is_main:
+        try:
+            answer[0] = folder.prepare(config, step, fresh=config.resume == "never")
+        except OSError as error:
+            answer[1] = f"log.dir={config.log.dir}: cannot write {error.filename or folder.path} ({error.strerror or error})"
+    dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise ConfigError([answer[1]])
+    notes: list[str] = answer[0]
+    return notes
+
+
+def compare_runs(found: Path, saved: Progress, config: Config, model_config: ModelConfig, dataset: Dataset) -> list[str]:
+    """Notes on what has changed since the checkpoint was written. Raises CheckpointError for another corpus or another shape of model."""
+    hint = "choose another name=, or resume=never to start afresh"
+    if saved.corpus.get("fingerprint") != dataset.fingerprint:
+        raise CheckpointError(
+            f"checkpoint {found}: was trained on the corpus {saved.corpus.get('name')} ({str(saved.corpus.get('fingerprint'))[:12]}), "
+            f"this run reads {dataset.name} ({dataset.fingerprint[:12]}); {hint}"
+        )
+    before = flatten(saved.config)
+    now = flatten(to_dict(dataclasses.replace(config, model=model_config)))
+    changed = [k for k in now if before.get(k) != now[k] and not k.startswith(UNREMARKABLE)]
+    shapes = ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "ffn_width", "qk_norm", "tied", "sinks")
+    differing = [k for k in changed if k in {f"model.{s}" for s in shapes}]
+    if differing:
+        what = ", ".join(f"{k} {before.get(k)} -> {now[k]}" for k in differing)
+        raise CheckpointError(f"checkpoint {found}: holds a model of another shape ({what}); {hint}")
+    notes = [f"changed since the checkpoint: {k} {before.get(k)} -> {now[k]}" for k in changed]
+    if saved.corpus.get("stream") != dataset.stream_fingerprint or before.get("train.rows") != now["train.rows"]:
+        notes.append("the next rows are not those that the run so far would have read: seed, seq_len, rows or the data's settings changed")
+    return notes
+
+
+def corpus_identity(dataset: Dataset) -> dict[str, str]:
+    """What a checkpoint remembers of its data: ``fingerprint`` of the corpus, ``stream`` of the order of rows."""
+    return {"name": dataset.name, "fingerprint": dataset.fingerprint, "stream": dataset.stream_fingerprint}
+
+
+def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys to values."""
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
