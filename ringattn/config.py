@@ -59,7 +59,7 @@ class ParallelConfig:
     layout: str = "zigzag"
     exchange: str = "ring"  # ring | allgather (gather all KV at once: fewer, larger transfers, more memory)
     ulysses: int = 1
-    transport: Literal["auto", "p2p", "push"] = "auto"  # NCCL / gloo, or copy engines within a node; auto: push where all can
+    transport: Literal["auto", "p2p", "push"] = "p2p"  # NCCL / gloo, or copy engines within a node; auto: push where all can
     shard: int = 1
     replicate: int = 1
     grad_sync: Literal["last", "each"] = "last"  # reduce gradients after the last micro-batch, or after each (less memory)
