@@ -24,8 +24,8 @@ from ringattn.kernels.contract import Bounds
 from ringattn.kernels.intervals import ArrayLike
 from ringattn.ring.balance import CostModel, Prediction, predict
 from ringattn.ring.layout import Layout
-from ringattn.ring.messages import Hull, Transfer, live_offsets, plan_transfers
-from ringattn.ring.pieces import Mask, Pieces, build_mask, key_hulls, split_pieces, write_bounds
+from ringattn.ring.messages import Transfer, live_offsets, plan_transfers
+from ringattn.ring.pieces import Mask, build_mask, key_hulls, split_pieces, write_bounds
 from ringattn.ring.ring import MAX_CACHED_SCHEDULES, Ring
 from ringattn.ring.search import hop_indices
 
@@ -145,7 +145,7 @@ def make_schedule(
 def _turning(layout: Layout, ring: Ring, mask: Mask, device: torch.device) -> Schedule:
     """The schedule of the ring exchange."""
     rows = [split_pieces(layout.chunks, row) for row in mask.rows]
-    hulls = _key_hulls(layout, mask, rows)
+    hulls = key_hulls(rows)
     offsets = live_offsets(hulls)
     kv, dkv = plan_transfers(offsets, hulls, layout.shard_len)
     # hop 0 always runs, even where nothing is visible: it writes what later hops add to
@@ -166,8 +166,3 @@ def _gathered(layout: Layout, ring: Ring, mask: Mask, device: torch.device) -> S
         bounds.append(Bounds.from_rows(lo, stop, layout.seq_len, device))
     order = torch.from_numpy(np.concatenate([layout.shard_positions(w) for w in range(layout.ring_size)])).to(device)
     return Schedule(ring, layout, (0,), (), (), (tuple(bounds),), mask.pairs, mask, "allgather", (order, order.argsort()))
-
-
-def _key_hulls(layout: Layout, mask: Mask, rows: list[list[Pieces]]) -> list[list[Hull]]:
-    """hulls[q][o]: the least range of local key rows of shard o that holds every key visible to shard q."""
-    return key_hulls(rows)
