@@ -134,11 +134,11 @@ def _sync_folder(folder: Path) -> None:
 # --- finding ------------------------------------------------------------------------------------------------------------
 
 
-def read_progress(checkpoint: Path) -> Progress:
-    """What a complete checkpoint says about itself. Raises CheckpointError, naming it, if it is incomplete or of an unknown format."""
+def _read_state(checkpoint: Path) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
+    """state.json without its table of files, and that table: size in bytes and CRC-32 of each. Raises CheckpointError."""
     try:
         state = json.loads((checkpoint / STATE).read_text())
-        files = {name: int(size) for name, (size, _) in state.pop("files").items()}
+        files = {name: (int(size), int(checksum)) for name, (size, checksum) in state.pop("files").items()}
         version = state["format"]
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint {checkpoint}: is incomplete or not one of this program, it has no {STATE}") from None
@@ -146,7 +146,13 @@ def read_progress(checkpoint: Path) -> Progress:
         raise CheckpointError(f"checkpoint {checkpoint}: {STATE} is damaged ({type(error).__name__}: {error})") from None
     if version != FORMAT:
         raise CheckpointError(f"checkpoint {checkpoint}: has format {version}, this version reads format {FORMAT}")
-    for name, size in {INDEX: -1, **files}.items():
+    return state, files
+
+
+def read_progress(checkpoint: Path) -> Progress:
+    """What a complete checkpoint says about itself. Raises CheckpointError, naming it, if it is incomplete or of an unknown format."""
+    state, files = _read_state(checkpoint)
+    for name, (size, _) in {INDEX: (-1, 0), **files}.items():
         path = checkpoint / name
         found = path.stat().st_size if path.is_file() else None
         if found is None:
@@ -197,9 +203,9 @@ def load(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *
     Raises CheckpointError, on all ranks, if a tensor is missing, has another shape, is not this model's, or cannot be read.
     """
     progress, index = read_progress(checkpoint), read_index(checkpoint)
-    expected = {name: checksum for name, (_, checksum) in json.loads((checkpoint / STATE).read_text())["files"].items()}
+    expected = _read_state(checkpoint)[1]
     found = _checksums(checkpoint, sorted(expected))
-    for name, checksum in expected.items():
+    for name, (_, checksum) in expected.items():
         if found[name] != checksum:
             raise CheckpointError(f"checkpoint {checkpoint}: is damaged, {name} does not hold what was written (its CRC-32 differs)")
     state, notes = _tensors(model, optimizer), []
