@@ -25,7 +25,7 @@ import torch
 from kernel_cases import DEVICE, Ours, Problem, peer, reference, relative
 from torch import Tensor
 
-from ringattn.kernels.contract import Bounds, Kernel, State
+from ringattn.kernels.contract import Bounds, Kernel
 from ringattn.kernels.gluon_kernel import GluonKernel
 from ringattn.kernels.select import load_kernel
 

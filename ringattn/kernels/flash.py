@@ -1,17 +1,18 @@
-"""``flash_attention``: exact attention on one device through any kernel, as two registered ops (forward and backward).
+"""``flash_attention``: exact attention on one device through any kernel.
 
-The ops take the mask as the user gave it and find index bounds (cached by content) and kernel inside, so torch.compile sees one
-opaque node each; autograd is attached outside of them.
+Forward and backward are two registered ops, which take the mask as the user gave it and find index bounds (cached by content) and
+kernel inside, so torch.compile sees one opaque node each. Autograd is attached outside of them, by a plain autograd.Function. In
+eager mode, where nobody listens to the dispatcher, it calls what is behind the ops itself: short sequences wait for the host.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ringattn.kernels.checks import check_inputs
 from ringattn.kernels.contract import Bounds, accumulate_dtype, sink_gradient
@@ -50,36 +51,54 @@ def flash_attention(
     scale = check_inputs(q, k, v, scale=scale, softcap=softcap, sinks=sinks)
     if window is not None and window < 1:
         raise ValueError(f"window={window} must be at least 1 (the query itself)")
-    spans = [None if x is None else torch.as_tensor(x) for x in (documents, *(visible or (None, None)))]
-    out, lse = torch.ops.ringattn.flash_forward(
-        q, k, v, *spans, sinks, causal, window or NO_WINDOW, scale, softcap or NO_SOFTCAP, kernel, deterministic
-    )
+    lo, hi = visible or (None, None)
+    out, lse = _FlashAttention.apply(
+        q, k, v, _tensor(documents), _tensor(lo), _tensor(hi), sinks, causal, window or NO_WINDOW, scale, softcap or NO_SOFTCAP, kernel,
+        deterministic,
+    )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
-_CACHE: OrderedDict[tuple[object, ...], Bounds] = OrderedDict()  # bounds by content; 32 entries, oldest out first
+def _tensor(values: ArrayLike | None) -> Tensor | None:
+    return None if values is None else torch.as_tensor(values)
+
+
+Content = tuple[object, ...]
+_CACHE: OrderedDict[tuple[object, ...], list[tuple[Content, Bounds]]] = OrderedDict()  # both oldest first
+_MAX_SHAPES, _MAX_CONTENTS = 32, 8
 
 
 def find_bounds(
     queries: int, keys: int, device: torch.device, causal: bool, window: int | None, documents: ArrayLike | None,
     visible: tuple[ArrayLike, ArrayLike] | None,
 ) -> Bounds:
-    """Index bounds of a whole-sequence call: positions are indices. Cached by content."""
-    key = (queries, keys, device, causal, window, content_key(documents), *(content_key(x) for x in visible or ()))
-    if key not in _CACHE:
-        lo, hi = mask_intervals(queries, keys, causal=causal, window=window, documents=documents, visible=visible)
-        _CACHE[key] = Bounds.from_rows(np.clip(lo, 0, keys), hi + 1, keys, device)
-        if len(_CACHE) > 32:
+    """Index bounds of a whole-sequence call: positions are indices. Cached by content.
+
+    Contents are compared, not hashed: a comparison stops at the first byte that differs and costs a tenth of a good hash.
+    """
+    shape = (queries, keys, device, causal, window)
+    known = _CACHE.get(shape)
+    if known is None:
+        known = _CACHE[shape] = []
+        if len(_CACHE) > _MAX_SHAPES:
             _CACHE.popitem(last=False)
-    return _CACHE[key]
+    content = () if documents is None and visible is None else tuple(_content(x) for x in (documents, *(visible or ())))
+    for found, bounds in reversed(known):
+        if found == content:
+            return bounds
+    lo, hi = mask_intervals(queries, keys, causal=causal, window=window, documents=documents, visible=visible)
+    bounds = Bounds.from_rows(np.clip(lo, 0, keys), hi + 1, keys, device)
+    known.append((content, bounds))
+    del known[:-_MAX_CONTENTS]
+    return bounds
 
 
-def content_key(values: ArrayLike | None) -> bytes | None:
-    """A hashable key of an integer array's shape and content."""
+def _content(values: ArrayLike | None) -> object:
+    """An integer array's shape, dtype and bytes."""
     if values is None:
         return None
     array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
-    return hashlib.sha256(repr((array.shape, array.dtype)).encode() + np.ascontiguousarray(array).tobytes()).digest()
+    return array.shape, array.dtype.str, array.tobytes()
 
 
 _OPTIONS = (
@@ -101,7 +120,6 @@ def _find(q, k, documents, visible_lo, visible_hi, causal, window) -> Bounds:
     return bounds
 
 
-@torch.library.impl("ringattn::flash_forward", "default")
 def _forward(q, k, v, documents, visible_lo, visible_hi, sinks, causal, window, scale, softcap, kernel, deterministic):
     impl = select_kernel(kernel, q, k, softcap=softcap or None, sinks=sinks, deterministic=deterministic)
     bounds = _find(q, k, documents, visible_lo, visible_hi, causal, window)
@@ -111,7 +129,6 @@ def _forward(q, k, v, documents, visible_lo, visible_hi, sinks, causal, window, 
     return out, lse
 
 
-@torch.library.impl("ringattn::flash_backward", "default")
 def _backward(
     dout, dlse, out, lse, q, k, v, documents, visible_lo, visible_hi, sinks, causal, window, scale, softcap, kernel, deterministic
 ):
@@ -122,6 +139,10 @@ def _backward(
     impl.backward(q, k, v, dout, rows, bounds, scale=scale, softcap=softcap or None, dq=dq, dk=dk, dv=dv, add_dq=False)
     dsinks = sink_gradient(sinks, lse, rows.delta) if sinks is not None else q.new_empty(0)
     return dq, dk, dv, dsinks
+
+
+torch.library.impl("ringattn::flash_forward", "default")(torch.no_grad()(_forward))
+torch.library.impl("ringattn::flash_backward", "default")(torch.no_grad()(_backward))
 
 
 @torch.library.register_fake("ringattn::flash_forward")
@@ -136,17 +157,35 @@ def _(dout, dlse, out, lse, q, k, v, documents, visible_lo, visible_hi, sinks, *
     return dq, dk, dv, torch.empty_like(sinks) if sinks is not None else q.new_empty(0)
 
 
-def _save(ctx, inputs, output):
-    tensors, ctx.options = inputs[:7], inputs[7:]
-    ctx.save_for_backward(*output, *tensors)
-    ctx.set_materialize_grads(False)
+class _FlashAttention(torch.autograd.Function):
+    """(q, k, v, documents, visible_lo, visible_hi, sinks, *options) -> (out, lse), differentiable in q, k, v, sinks and through lse."""
+
+    @staticmethod
+    def forward(ctx, *args):
+        run = _forward if _is_eager(args[0]) else torch.ops.ringattn.flash_forward
+        out, lse = run(*args)
+        ctx.save_for_backward(out, lse, *args[:7])
+        ctx.options = args[7:]
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse):
+        out, lse, q, k, v, *spans, sinks = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        run = _backward if _is_eager(q) else torch.ops.ringattn.flash_backward
+        dq, dk, dv, dsinks = run(dout, dlse, out, lse, q, k, v, *spans, sinks, *ctx.options)
+        return dq, dk, dv, None, None, None, dsinks if sinks is not None else None, None, None, None, None, None, None
 
 
-def _derivative(ctx, dout, dlse):
-    out, lse, q, k, v, *spans, sinks = ctx.saved_tensors
-    dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv, dsinks = torch.ops.ringattn.flash_backward(dout, dlse, out, lse, q, k, v, *spans, sinks, *ctx.options)
-    return dq, dk, dv, None, None, None, dsinks if sinks is not None else None, None, None, None, None, None, None
-
-
-torch.library.register_autograd("ringattn::flash_forward", _derivative, setup_context=_save)
+def _is_eager(q: Tensor) -> bool:
+    """Whether a call may go past the dispatcher: nothing traces, records or replaces ops, and tensors are ordinary ones."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(q) in (Tensor, torch.nn.Parameter)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch._C._get_tracing_state()
+    )
