@@ -2,12 +2,16 @@
 
 import itertools
 import math
+import warnings
 
+import numpy as np
 import pytest
 import torch
 from oracle import BF_BAND, F32_BAND, MASKS, assert_close, make_mask, make_qkv, oracle, rel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringattn import flash_attention, merge
+from ringattn.kernels.flash import _CACHE
 
 
 def run(tensors, mask, **kwargs):
@@ -108,7 +112,9 @@ def test_opcheck_and_compile():
     sinks = torch.randn(4, requires_grad=True)
     documents = torch.arange(24) // 10
     args = (q, k, v, documents, None, None, sinks, True, 0, 0.25, 0.0, "torch", False)
-    torch.library.opcheck(torch.ops.ringattn.flash_forward.default, args)
+    with warnings.catch_warnings():  # autograd is attached outside of the op, which opcheck remarks on
+        warnings.filterwarnings("ignore", ".*autograd kernel was not registered.*", UserWarning)
+        torch.library.opcheck(torch.ops.ringattn.flash_forward.default, args)
 
     def model(q, k, v, sinks):
         return flash_attention(q * 2, k, v, sinks=sinks, window=7, documents=documents) * 3
@@ -116,6 +122,36 @@ def test_opcheck_and_compile():
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for a, c in zip(*(torch.autograd.grad(f(q, k, v, sinks), (q, k, v, sinks), dout) for f in (model, compiled)), strict=True):
         assert rel(a, c) < 1e-6
+
+
+def test_eager_calls_and_the_registered_ops_agree():
+    """Eager mode goes past the dispatcher; a dispatch mode and a function transform get the ops."""
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    q, k, v, dout = make_qkv(1, 24, 4, 2, 16, torch.float32)
+    plain, seen = run((q, k, v, dout), {"window": 7}), []
+    with Record():
+        listened = run((q, k, v, dout), {"window": 7})
+    assert all(torch.equal(plain[n], listened[n]) for n in plain)
+    assert "ringattn.flash_forward.default" in seen and "ringattn.flash_backward.default" in seen
+    (dq,) = torch.func.grad(lambda *x: (flash_attention(*x, window=7) * dout).sum(), argnums=(0,))(q, k, v)
+    assert torch.equal(dq, plain["dq"])
+    assert torch.equal(flash_attention(*(x.detach() for x in (q, k, v)), window=7), plain["out"])
+
+
+def test_bounds_follow_the_content_of_a_buffer_that_is_filled_anew():
+    q, k, v, dout = make_qkv(1, 24, 2, 2, 16, torch.float32)
+    buffer = np.zeros(24, np.int64)
+    documents = torch.from_numpy(buffer)
+    for cut in (5, 9, 5, 20, *range(1, 20)):
+        buffer[:] = np.arange(24) >= cut
+        gold = oracle(q, k, v, dout, {"documents": buffer.copy()})
+        assert rel(flash_attention(q, k, v, documents=documents), gold.out) <= F32_BAND
+    assert sum(len(x) for x in _CACHE.values()) <= 32 * 8
 
 
 @pytest.mark.parametrize(
