@@ -107,6 +107,7 @@ class LogConfig:
     every: int = 10  # steps between console lines where the console is not a terminal
     console: Literal["auto", "plain", "off"] = "auto"
     tensorboard: bool = True
+    report: bool = True  # report.html in the run's folder when it ends
 
 
 @dataclass

@@ -25,6 +25,8 @@ from ringattn.training.mesh import Mesh, build_mesh
 from ringattn.training.metrics import Metrics
 from ringattn.training.optimizer import build_optimizer
 from ringattn.training.parallelize import agree_on_kernel, build_model
+from ringattn.training.provenance import document_lengths, write_environment
+from ringattn.training.report import write_report
 from ringattn.training.safe_reader import CheckpointError
 
 # Keys that say where and how a run is carried out, not what it computes: a change of these needs no note on resuming.
@@ -68,10 +70,18 @@ class Run:
         return Progress(self.step, self.step * self.tokens_per_step, corpus_identity(self.dataset), config, self.mesh.world_size)
 
     def close(self) -> None:
-        """Stop threads and close files."""
+        """Stop threads, close files, and write the report: on the main rank, and whatever goes wrong with that is only said."""
         self.batches.close()
         self.metrics.close()
         self.console.stop()
+        if self.mesh.is_main and self.config.log.report:
+            try:
+                path = write_report(self.folder.path)
+            except Exception as error:
+                self.console.note(f"note: no report ({type(error).__name__}: {error})")
+            else:
+                if path is not None:
+                    self.console.note(f"report {path}")
 
 
 def assemble(config: Config, device: torch.device) -> Run:
@@ -101,7 +111,10 @@ def assemble(config: Config, device: torch.device) -> Run:
         step = saved.step
     if config.schedule.warmup_steps > config.train.steps:
         notes.append(f"the warm-up ({config.schedule.warmup_steps} steps) is longer than the run: optim.lr is never reached")
-    notes += prepare_folder(folder, config, step, mesh.is_main)
+    facts = {"world_size": mesh.world_size, "device": str(device), "kernel": kernel}
+    if mesh.is_main and config.data.mask_documents:
+        facts["documents"] = document_lengths(dataset.batch(step, [0], config.train.rows).documents[0])
+    notes += prepare_folder(folder, config, step, facts if mesh.is_main else None)
     metrics = Metrics(folder.path, step=step, enabled=mesh.is_main, tensorboard=config.log.tensorboard)
     batches = Batches(dataset, mesh, layout, config, model_config.distinct_windows)
     run = Run(config, model_config, mesh, dataset, layout, batches, model, optimizer, folder, metrics, console, kernel, step)
@@ -144,12 +157,16 @@ def find_checkpoint(config: Config, folder: RunFolder) -> tuple[Path | None, lis
     return answer[0], answer[1]
 
 
-def prepare_folder(folder: RunFolder, config: Config, step: int, is_main: bool) -> list[str]:
-    """Make the run's folder ready, on one rank. Raises ConfigError on all if it cannot be written; returns notes for the user."""
+def prepare_folder(folder: RunFolder, config: Config, step: int, facts: dict[str, Any] | None) -> list[str]:
+    """Make the run's folder ready, on the one rank that has ``facts`` to write there. Returns notes for the user.
+
+    Raises ConfigError on all ranks if it cannot be written.
+    """
     answer: list[Any] = [[], None]
-    if is_main:
+    if facts is not None:
         try:
             answer[0] = folder.prepare(config, step, fresh=config.resume == "never")
+            write_environment(folder.path, facts)
         except OSError as error:
             answer[1] = f"log.dir={config.log.dir}: cannot write {error.filename or folder.path} ({error.strerror or error})"
     dist.broadcast_object_list(answer, src=0)
