@@ -8,6 +8,7 @@ raises one :class:`ConfigError` that lists every problem.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 import os
 import re
@@ -107,6 +108,8 @@ class LogConfig:
     every: int = 10  # steps between console lines where the console is not a terminal
     console: Literal["auto", "plain", "off"] = "auto"
     tensorboard: bool = True
+    wandb: Literal["off", "online", "offline"] = "off"  # Weights & Biases, with pip install "ringattn[wandb]"
+    wandb_project: str = "ringattn"
     report: bool = True  # report.html in the run's folder when it ends
 
 
@@ -224,6 +227,9 @@ def _check_values(c: Config, problems: Problems) -> None:
     check(plain, "name", "is a folder's name: letters, digits, '.', '_' and '-' only, not starting with '.' or '-'")
     check(c.resume != "", "resume", "must be auto, never or the path of a checkpoint")
     check(c.log.dir != "", "log.dir", "must name a folder")
+    installed = importlib.util.find_spec("wandb") is not None
+    check(c.log.wandb == "off" or installed, "log.wandb", 'wandb is not installed (pip install "ringattn[wandb]"), only off works')
+    check(c.log.wandb_project != "", "log.wandb_project", "must name a project")
     if problems.fine("schedule", "train.steps"):
         s, steps = c.schedule, c.train.steps
         if s.name == "wsd":

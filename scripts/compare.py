@@ -80,7 +80,9 @@ def show(names: list[str], rows: list[dict[str, str]], configs: list[dict[str, A
     console.print(table)
     keys = [k for k in dict.fromkeys(k for c in configs for k in c) if any(c.get(k) != configs[0].get(k) for c in configs) and k != "name"]
     if keys:
-        changes = Table("key", *names, box=None, pad_edge=False)
+        changes = Table("key", box=None, pad_edge=False)
+        for name in names:
+            changes.add_column(name, overflow="fold")
         for key in sorted(keys, key=lambda k: k in PLACES):
             changes.add_row(key, *(shown(c.get(key)) for c in configs))
         console.print()

@@ -62,7 +62,11 @@ def line_chart(title: str, lines: Sequence[Line], *, x_name: str = "step", width
     parts = [text(12, 20, title, kind="title")]
     if not drawn:
         return svg(width, height, [*parts, text(width / 2, height / 2, "no values", kind="soft", anchor="middle")], title, alone=alone)
-    left, right, top, bottom = 58, width - 16, 34 + 18 * (len(drawn) > 1), height - 34
+    left, right = 58, width - 16
+    legend = legend_places([n.name for n in drawn], left, right) if len(drawn) > 1 else []
+    top = 34 + (legend[-1][1] - 36 + 18 if legend else 0)
+    height += max(0, top - 52)
+    bottom = height - 34
     xs, ys = [x for n in drawn for x, _ in n.points], [y for n in drawn for _, y in n.points]
     x_low, x_high = min(xs), max(xs)
     y_ticks = ticks(min(ys), max(ys))
@@ -81,7 +85,6 @@ def line_chart(title: str, lines: Sequence[Line], *, x_name: str = "step", width
     for x in x_ticks:
         parts.append(text(place(x, y_low)[0], bottom + 16, tick_name(x, x_ticks), kind="soft", anchor="middle"))
     parts.append(text(right, height - 5, x_name, kind="soft", anchor="end"))
-    at_x = float(left)
     for i, line in enumerate(drawn):
         colour = f"var(--line{i % LINES})"
         dashes = ' stroke-dasharray="5 3"' if i >= LINES else ""
@@ -89,11 +92,23 @@ def line_chart(title: str, lines: Sequence[Line], *, x_name: str = "step", width
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6" stroke-linejoin="round"{dashes}/>')
         if line.dots or len(line.points) == 1:
             parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.6" fill="{colour}"/>' for a, b in (place(*p) for p in thinned(line.points))]
-        if len(drawn) > 1:
-            parts.append(f'<rect x="{at_x:.1f}" y="33" width="14" height="4" rx="2" fill="{colour}"/>')
-            parts.append(text(at_x + 19, 39, line.name, kind="soft"))
-            at_x += 34 + 6.2 * len(line.name)
+        if legend:
+            x, y = legend[i]
+            parts.append(f'<rect x="{x:.1f}" y="{y - 3}" width="14" height="4" rx="2" fill="{colour}"/>')
+            parts.append(text(x + 19, y + 3, line.name, kind="soft"))
     return svg(width, height, parts, title, alone=alone)
+
+
+def legend_places(names: Sequence[str], left: float, right: float) -> list[tuple[float, int]]:
+    """Where each name of a legend starts: from left to right, as many rows as needed."""
+    places, x, y = [], float(left), 36
+    for name in names:
+        wide = 34 + 6.2 * len(name)
+        if x > left and x + wide > right:
+            x, y = float(left), y + 16
+        places.append((x, y))
+        x += wide
+    return places
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:

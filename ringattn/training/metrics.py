@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ringattn.config import ConfigError, LogConfig
 from ringattn.training.mesh import Mesh
 
 TIMINGS = ("tokens_per_s", "step_s", "mem_gib", "mfu")
@@ -49,11 +50,11 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 class Metrics:
-    """Writer of metrics.jsonl and TensorBoard. Only the main rank's writes."""
+    """Writer of metrics.jsonl, TensorBoard and W&B. Only the main rank's writes. ``step``: finished steps; ``tracker``: an open W&B run."""
 
-    def __init__(self, folder: Path, *, step: int, enabled: bool, tensorboard: bool) -> None:
+    def __init__(self, folder: Path, *, step: int, enabled: bool, tensorboard: bool, tracker: Any = None) -> None:
         self.last: dict[str, Any] = {}
-        self._file, self._board = None, None
+        self._file, self._board, self._tracker = None, None, tracker
         if not enabled:
             return
         path = folder / FILE
@@ -75,10 +76,12 @@ class Metrics:
         self.last = record
         if self._file is not None:
             self._file.write(json.dumps(record) + "\n")
+        named = {("timing/" if k in TIMINGS else "train/") + k: v for k, v in record.items() if k != "step"}
         if self._board is not None:
-            for key, value in record.items():
-                if key != "step":
-                    self._board.add_scalar(("timing/" if key in TIMINGS else "train/") + key, value, record["step"])
+            for key, value in named.items():
+                self._board.add_scalar(key, value, record["step"])
+        if self._tracker is not None:
+            self._tracker.log(named, step=record["step"])
 
     def close(self) -> None:
         """Flush and close."""
@@ -86,6 +89,29 @@ class Metrics:
             self._file.close()
         if self._board is not None:
             self._board.close()
+        if self._tracker is not None:
+            self._tracker.finish()
+
+
+def open_tracker(log: LogConfig, folder: Path, config: dict[str, Any], *, step: int) -> Any:
+    """A W&B run for the run in ``folder``: the one that it had when it goes on after ``step`` > 0, else a new one. None if it is off.
+
+    Raises ConfigError if W&B cannot start, e.g. without a login.
+    """
+    if log.wandb == "off":
+        return None
+    import wandb  # an extra, and slow to import
+
+    remembered = folder / "wandb-id"
+    identity = remembered.read_text().strip() if step and remembered.exists() else None
+    try:
+        tracker = wandb.init(
+            project=log.wandb_project, name=folder.name, dir=str(folder), config=config, mode=log.wandb, id=identity, resume="allow",
+        )
+    except Exception as error:  # of many kinds
+        raise ConfigError([f"log.wandb={log.wandb}: {error}; offline needs no login and no network"]) from error
+    remembered.write_text(f"{tracker.id}\n")
+    return tracker
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -91,8 +91,10 @@ def page(title: str, body: list[str]) -> str:
 
 def charts(runs: list[tuple[str, list[dict[str, Any]]]]) -> list[str]:
     """Loss and validation, throughput, memory, gradient and learning rate of one or several (name, metrics)."""
-    wanted = [
-        ("loss (nats a target)", (("loss", "training"), ("val_loss", "validation"))),
+    both = [("loss (nats a target)", (("loss", "training"), ("val_loss", "validation")))]
+    each = [("training loss (nats a target)", (("loss", ""),)), ("validation loss (nats a target)", (("val_loss", ""),))]
+    wanted: list[tuple[str, tuple[tuple[str, str], ...]]] = [
+        *(both if len(runs) == 1 else each),
         ("tokens a second", (("tokens_per_s", ""),)),
         ("memory of the fullest rank (GiB)", (("mem_gib", ""),)),
         ("gradient norm before clipping", (("grad_norm", ""),)),

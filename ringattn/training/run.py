@@ -22,7 +22,7 @@ from ringattn.training.console import Console
 from ringattn.training.folder import RunFolder
 from ringattn.training.header import introduce
 from ringattn.training.mesh import Mesh, build_mesh
-from ringattn.training.metrics import Metrics
+from ringattn.training.metrics import Metrics, open_tracker
 from ringattn.training.optimizer import build_optimizer
 from ringattn.training.parallelize import agree_on_kernel, build_model
 from ringattn.training.provenance import document_lengths, write_environment
@@ -115,7 +115,8 @@ def assemble(config: Config, device: torch.device) -> Run:
     if mesh.is_main and config.data.mask_documents:
         facts["documents"] = document_lengths(dataset.batch(step, [0], config.train.rows).documents[0])
     notes += prepare_folder(folder, config, step, facts if mesh.is_main else None)
-    metrics = Metrics(folder.path, step=step, enabled=mesh.is_main, tensorboard=config.log.tensorboard)
+    tracker = start_tracker(folder, config, step, mesh.is_main)
+    metrics = Metrics(folder.path, step=step, enabled=mesh.is_main, tensorboard=config.log.tensorboard, tracker=tracker)
     batches = Batches(dataset, mesh, layout, config, model_config.distinct_windows)
     run = Run(config, model_config, mesh, dataset, layout, batches, model, optimizer, folder, metrics, console, kernel, step)
     introduce(run, found, notes)
@@ -174,6 +175,22 @@ def prepare_folder(folder: RunFolder, config: Config, step: int, facts: dict[str
         raise ConfigError([answer[1]])
     notes: list[str] = answer[0]
     return notes
+
+
+def start_tracker(folder: RunFolder, config: Config, step: int, is_main: bool) -> Any:
+    """The W&B run, on the main rank, if one is wanted. Raises ConfigError on all ranks if it cannot start."""
+    if config.log.wandb == "off":
+        return None
+    tracker, answer = None, list[Any]([None])
+    if is_main:
+        try:
+            tracker = open_tracker(config.log, folder.path, to_dict(config), step=step)
+        except ConfigError as error:
+            answer = [error.problems]
+    dist.broadcast_object_list(answer, src=0)
+    if answer[0]:
+        raise ConfigError(answer[0])
+    return tracker
 
 
 def compare_runs(found: Path, saved: Progress, config: Config, model_config: ModelConfig, dataset: Dataset) -> list[str]:
