@@ -112,8 +112,8 @@ def legend_places(names: Sequence[str], left: float, right: float) -> list[tuple
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers from at or below ``low`` to at or above ``high``."""
-    if not high > low:
+    """Round numbers from at or below ``low`` to at or above ``high``; one number where the two are the same but for rounding."""
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
         return [low]
     raw = (high - low) / about
     size = 10.0 ** math.floor(math.log10(raw))

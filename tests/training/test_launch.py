@@ -72,7 +72,8 @@ def test_paths_are_relative_to_the_launch_folder(change_folder: str, ranks: Rank
     code, out, err = ranks.run(1, command_line, str(tmp_path), *start, "name=next", "resume=runs/cpu_tiny", "train.steps=3")
     assert code == 0 and "resumed from step-00000002" in out, err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["books", "runs"]
-    assert sorted(p.name for p in (tmp_path / "runs" / "cpu_tiny").iterdir()) == ["checkpoints", "config.yaml", "metrics.jsonl"]
+    written = ["checkpoints", "config.yaml", "environment.json", "metrics.jsonl", "report.html"]
+    assert sorted(p.name for p in (tmp_path / "runs" / "cpu_tiny").iterdir()) == written
 
 
 def test_a_finished_run_says_so(ranks: Ranks, tmp_path: Path) -> None:

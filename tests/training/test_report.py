@@ -163,7 +163,7 @@ def test_document_lengths() -> None:
 def test_ticks_enclose_and_can_be_told_apart(low: float, span: float) -> None:
     high = low + span
     found = ticks(low, high)
-    slack = 1e-6 * (high - low)
+    slack = 1e-6 * span + 2e-9 * abs(low)
     assert found[0] <= low + slack and found[-1] >= high - slack and len(found) <= 9
     if high - low > 1e-3 * abs(low):
         names = [tick_name(t, found) for t in found]
