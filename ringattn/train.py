@@ -6,7 +6,8 @@
     training   does the rest; nothing below this file knows Hydra
 
 Exit codes: 0 done; 1 an unexpected error; 2 refused (config, data or checkpoint; one message, nothing written); 3 loss or gradient not
-finite; 75 stopped by SIGTERM or SIGINT after saving. torchrun itself reports any of the last four as 1.
+finite; 4 out of memory (one page: what was largest, and what would fit); 75 stopped by SIGTERM or SIGINT after saving. torchrun itself
+reports any of the last five as 1.
 
 Start ranks with torchrun (or python -m torch.distributed.run): launchers that add --local-rank arguments are not understood. On a
 machine that cannot resolve its own name, torchrun needs --local-addr 127.0.0.1.
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -30,6 +32,7 @@ from ringattn.config import Config, ConfigError, from_dict
 from ringattn.data import DataError
 from ringattn.overrides import prepare
 from ringattn.ring.hang import RingError
+from ringattn.training.forecast import explain_out_of_memory
 from ringattn.training.launch import Launch, process_group
 from ringattn.training.loop import Outcome, train
 from ringattn.training.run import assemble
@@ -37,7 +40,7 @@ from ringattn.training.safe_reader import CheckpointError
 from ringattn.training.stop import Diverged
 from ringattn.typed import Problems
 
-UNEXPECTED, REFUSED, DIVERGED = 1, 2, 3
+UNEXPECTED, REFUSED, DIVERGED, OUT_OF_MEMORY = 1, 2, 3, 4
 
 
 def config_folder() -> Path:
@@ -69,13 +72,26 @@ def run_job(composed: DictConfig, launch: Launch, problems: Problems) -> int:
     """One run, or one job of a sweep. Returns the exit code; what the user can mend is printed once, without a trace."""
     try:
         config = read_config(composed, launch, problems)
-        number = HydraConfig.get().job.num if is_sweep() else 0
+        return run_config(config, launch, HydraConfig.get().job.num if is_sweep() else 0)
+    except ConfigError as error:
+        launch.say_once(str(error), sys.stderr)
+        return REFUSED
+
+
+def run_config(config: Config, launch: Launch, number: int = 0) -> int:
+    """A run whose config has been read; returns the exit code."""
+    device = torch.device("cpu")
+    run = None
+    try:
         with process_group(config, launch, number) as device:
             run = assemble(config, device)
             try:
                 return int(train(run))
             finally:
                 run.close()
+    except torch.OutOfMemoryError as error:  # of this rank: the others may be well
+        print(f"rank {launch.rank}: {explain_out_of_memory(config, launch.world_size, device, error, run)}", file=sys.stderr, flush=True)
+        return OUT_OF_MEMORY
     except (ConfigError, DataError, CheckpointError) as error:
         launch.say_once(str(error), sys.stderr)
         return REFUSED

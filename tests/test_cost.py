@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from ringattn import cost
+from ringattn.cost.memory import phases
 from ringattn.model import FREE_TO_SAVE, ModelConfig, Transformer
 
 CFG = ModelConfig(vocab_size=97, width=32, layers=3, heads=4, kv_heads=2, head_dim=12, ffn_width=56, loss_chunk=16)
@@ -182,21 +184,82 @@ def test_peak_and_mfu() -> None:
 
 
 def test_memory_follows_what_it_should() -> None:
-    base = cost.memory(CFG, tokens=1000, policy="none")
-    total = CFG.parameters()
-    assert base["weights"] == base["gradients"] == 4 * total and base["optimizer"] == 8 * total
-    assert all(v >= 0 for v in base.values())
-    sharded = cost.memory(CFG, tokens=1000, shard_ranks=8)
-    assert sharded["weights"] == 4 * -(-total // 8) and sharded["activations"] == base["activations"]
-    longer = cost.memory(CFG, tokens=2000)
-    assert longer["activations"] == 2 * base["activations"] and longer["kv_buffers"] == 2 * base["kv_buffers"]
-    assert longer["logits"] == base["logits"] and longer["weights"] == base["weights"]
-    saved = [cost.memory(CFG, tokens=1000, policy=p)["activations"] for p in ("none", "attention_saved", "block")]
+    tokens = 16384
+    cfg = dataclasses.replace(CFG, vocab_size=4096)
+    total = sum(cost.parameters(cfg).values())
+
+    def parts(**changes: Any) -> dict[str, dict[str, int]]:
+        return phases(cost.Work(**{"model": cfg, "seq_len": tokens, **changes}))
+
+    base = parts()
+    assert all(p["weights"] == 4 * total and p["optimizer"] == 8 * total for p in base.values())
+    assert all(v >= 0 for p in base.values() for v in p.values())
+    sharded = parts(shard=8, rows=8)
+    assert sharded["loss"]["weights"] == 4 * -(-total // 8) and sharded["loss"]["activations"] == base["loss"]["activations"]
+    longer = parts(seq_len=2 * tokens)
+    assert longer["loss"]["activations"] == 2 * base["loss"]["activations"] and longer["loss"]["logits"] == base["loss"]["logits"]
+    assert longer["reduction"]["gradients"] == base["reduction"]["gradients"]
+    saved = [parts(policy=p)["loss"]["activations"] for p in ("none", "attention_saved", "block")]
     assert saved == sorted(saved, reverse=True) and len(set(saved)) == 3
-    ring = cost.memory(CFG, tokens=1000, ring_processes=2)
-    assert ring["kv_buffers"] > base["kv_buffers"] and ring == {**base, "kv_buffers": ring["kv_buffers"]}
-    assert ring == cost.memory(CFG, tokens=1000, ring_processes=64)  # buffers do not grow with the ring
-    chunked = dataclasses.replace(CFG, ffn_chunk=100)
-    assert cost.memory(chunked, tokens=10**5)["recompute"] == cost.memory(chunked, tokens=10**6)["recompute"]
-    whole_fp64 = cost.memory(CFG, tokens=1000, compute_bytes=8)
-    assert whole_fp64["weights"] == 8 * total and whole_fp64["gathered"] == 0
+    # a ring's buffers do not grow with the ring: the same tokens a rank, rings of 4 and 64
+    rings = [parts(ring=r, seq_len=r * tokens)["last block"]["kv_buffers"] for r in (4, 64)]
+    assert rings[0] == rings[1] > 0 == base["last block"]["kv_buffers"]
+    chunked = [phases(cost.Work(dataclasses.replace(cfg, ffn_width=256, ffn_chunk=c), tokens))["forward"]["transient"] for c in (0, 64)]
+    assert chunked[0] > chunked[1]
+    exact = parts(compute_bytes=8)["loss"]
+    assert exact["weights"] == 8 * total and exact["gathered"] == 0
+    peak = cost.memory(cost.Work(cfg, tokens))
+    assert peak.peak == max(peak.phases.values()) == sum(peak.parts.values()) and peak.phases.keys() == base.keys()
+
+
+def test_accumulated_gradients_are_whole_unless_reduced_each_time() -> None:
+    one, last, each = (
+        phases(cost.Work(CFG, 1024, rows=rows, ring=4, grad_sync=sync))["loss"]["gradients"]
+        for rows, sync in ((1, "last"), (2, "last"), (2, "each"))
+    )
+    total = sum(cost.parameters(CFG).values())
+    assert (one, last, each) == (0, 4 * total, 4 * -(-total // 4))
+
+
+def test_time_is_made_of_its_parts() -> None:
+    cfg = ModelConfig(vocab_size=1000, width=1024, layers=4, heads=8, kv_heads=8, head_dim=128, ffn_width=4096, ffn_chunk=4096)
+    h200 = cost.find_machine("h200")
+
+    def time(**changes: Any) -> cost.StepTime:
+        return cost.step_time(cost.Work(**{"model": cfg, "seq_len": 2**17, **changes}), h200)
+
+    one = time()
+    assert one.total_s == sum(one.device.values()) > one.host_s and not one.host_bound
+    assert one.device["exposed communication"] == 0 and one.device["run again"] > 0  # the blockwise feed-forward's
+    assert time(seq_len=2**10).host_bound
+    twice = time(seq_len=2**18)
+    assert twice.device["attention"] == pytest.approx(4 * one.device["attention"], rel=0.02)
+    assert twice.device["matrix products"] == pytest.approx(2 * one.device["matrix products"])
+    assert time(policy="block").total_s > time(policy="attention_saved").total_s > one.total_s
+    # the documents of a quarter of the row: a quarter of the pairs
+    assert time(documents=2**15).device["attention"] == pytest.approx(one.device["attention"] / 4, rel=0.05)
+    ring = time(ring=8)
+    assert one.total_s / 8 < ring.total_s < one.total_s / 6
+    assert time(ring=8, layout="contiguous").device["attention"] == pytest.approx(15 / 8 * ring.device["attention"], rel=0.03)
+    assert ring.forward_hop.margin > 1 and ring.backward_hop.margin > 1
+    # hops between nodes: less of a margin, and at short lengths messages that nothing hides
+    far = time(ring=16)
+    assert far.forward_hop.margin < ring.forward_hop.margin
+    assert time(ring=16, seq_len=2**13).forward_hop.margin < 1
+    assert time(ring=16, seq_len=2**13).device["exposed communication"] > 0
+
+
+def test_machines_by_name_and_from_a_file(tmp_path: Path) -> None:
+    for name in ("a100", "h100", "h200", "b200"):
+        machine = cost.find_machine(name)
+        assert machine.name == name and machine.matmul_rate(4096, 4096) < machine.peak_flops == cost.peak_flops(f"NVIDIA {name.upper()}")
+    assert cost.machine_of("NVIDIA GH200 480GB") == cost.find_machine("h200") and cost.machine_of("NVIDIA H20") is None
+    path = tmp_path / "mine.json"
+    dataclasses.replace(cost.find_machine("h200"), name="mine", link_gbs=1.0).save(path)
+    mine = cost.find_machine(str(path))
+    assert mine.link_gbs == 1.0 and mine.attention == cost.find_machine("h200").attention
+    with pytest.raises(ValueError, match=r"machine=h300: is neither a100, h100, h200, b200 nor a file"):
+        cost.find_machine("h300")
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="is not a profile"):
+        cost.find_machine(str(path))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ringattn import cost
-from ringattn.training.console import binary, picture, short
+from ringattn.training.console import picture, short
 from ringattn.training.parallelize import precision
 
 if TYPE_CHECKING:
@@ -48,20 +48,15 @@ def mesh_rows(run: Run) -> list[tuple[str, str]]:
 
 
 def cost_rows(run: Run) -> list[tuple[str, str]]:
-    """What a step costs (at most: documents only lessen it), and the path that its numbers take."""
-    c, m, ring = run.config, run.model_config, run.mesh.ring
+    """What a step costs (at most: documents only lessen it), what it is predicted to take, and the path that its numbers take."""
+    c, m = run.config, run.model_config
     _, compute = precision(c, run.mesh.device)
     pairs = [c.train.rows * cost.visible_pairs(c.train.seq_len, window=w) for w in m.distinct_windows]
     flops = cost.step_flops(m, tokens=run.tokens_per_step, pairs=pairs, policy=c.activation)
-    memory = cost.memory(
-        m, tokens=c.train.micro_rows * c.train.seq_len // ring.processes, shard_ranks=c.parallel.shard * ring.processes,
-        ring_processes=ring.processes, policy=c.activation, compute_bytes=compute.itemsize,
-    )
-    largest = " and ".join(sorted(memory, key=lambda k: -memory[k])[:2])
     dtype = {torch.bfloat16: "bf16 (fp32 weights and sums)", torch.float32: "fp32", torch.float64: "fp64"}[compute]
     compiled = "compiled" if c.compile else "eager"
     return [
         ("cost", f"up to {short(flops.total + flops.recompute, 'FLOP')} a step"),
-        ("", f"about {binary(sum(memory.values()))} a rank, most of it {largest}"),
+        *(("", line) for line in run.forecast.lines()),
         ("path", f"kernel {run.kernel}, exchange {c.parallel.exchange}, {dtype}, activations {c.activation}, {compiled}"),
     ]

@@ -19,6 +19,7 @@ from torch import nn
 from ringattn import cost
 from ringattn.data import IGNORE, Batch
 from ringattn.training import checkpoint
+from ringattn.training.forecast import KEPT_STEPS
 from ringattn.training.metrics import exchange, peak_memory_gib
 from ringattn.training.optimizer import clip_gradients, gradient_norm, learning_rate, local_gradients, set_learning_rate
 from ringattn.training.parallelize import free_gathered, set_gradient_sync
@@ -42,6 +43,7 @@ def train(run: Run, *, before_update: Hook | None = None) -> Outcome:
     """
     config, last_step = run.config, run.config.last_step
     saved_at = run.step
+    step_s: list[float] = []
     if run.step >= last_step:
         where = "train.steps" if last_step == config.train.steps else "train.stop_after"
         run.console.note(f"nothing to do: step {run.step} is done already and {where}={last_step}; raise it to go on")
@@ -51,6 +53,8 @@ def train(run: Run, *, before_update: Hook | None = None) -> Outcome:
         while run.step < last_step:
             record, stop = train_step(run, signals, before_update)
             run.step += 1
+            if len(step_s) < KEPT_STEPS:
+                step_s.append(record["step_s"])
             if validation_due(run):
                 record |= validate(run)
                 run.console.validation(record, run.val_rows)
@@ -63,6 +67,8 @@ def train(run: Run, *, before_update: Hook | None = None) -> Outcome:
             if stop:
                 break
     run.console.stop()
+    if run.mesh.device.type == "cuda":  # (on the CPU the peak is that of the whole process, libraries and all)
+        run.console.note(run.forecast.compare(step_s, peak_memory_gib(run.mesh.device)))
     kept = "no checkpoint (checkpoint.keep=0)"
     if saved_at == run.step:
         kept = f"checkpoint {checkpoint.step_folder(run.folder.checkpoints, saved_at)}"

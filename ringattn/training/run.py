@@ -20,11 +20,12 @@ from ringattn.training.batches import Batches
 from ringattn.training.checkpoint import Progress
 from ringattn.training.console import Console
 from ringattn.training.folder import RunFolder
+from ringattn.training.forecast import Forecast, forecast, visible_length
 from ringattn.training.header import introduce
 from ringattn.training.mesh import Mesh, build_mesh
 from ringattn.training.metrics import Metrics, open_tracker
 from ringattn.training.optimizer import build_optimizer
-from ringattn.training.parallelize import agree_on_kernel, build_model
+from ringattn.training.parallelize import agree_on_kernel, build_model, precision
 from ringattn.training.provenance import document_lengths, write_environment
 from ringattn.training.report import write_report
 from ringattn.training.safe_reader import CheckpointError
@@ -51,6 +52,7 @@ class Run:
     metrics: Metrics
     console: Console
     kernel: str
+    forecast: Forecast
     step: int
 
     @property
@@ -118,7 +120,11 @@ def assemble(config: Config, device: torch.device) -> Run:
     tracker = start_tracker(folder, config, step, mesh.is_main)
     metrics = Metrics(folder.path, step=step, enabled=mesh.is_main, tensorboard=config.log.tensorboard, tracker=tracker)
     batches = Batches(dataset, mesh, layout, config, model_config.distinct_windows)
-    run = Run(config, model_config, mesh, dataset, layout, batches, model, optimizer, folder, metrics, console, kernel, step)
+    predicted = forecast(
+        config, model_config, world_size=mesh.world_size, compute_bytes=precision(config, device)[1].itemsize, device=device,
+        documents=visible_length(dataset, config),
+    )
+    run = Run(config, model_config, mesh, dataset, layout, batches, model, optimizer, folder, metrics, console, kernel, predicted, step)
     introduce(run, found, notes)
     return run
 

@@ -1,4 +1,4 @@
-"""The cost model: parameters, FLOPs and memory of a training step, by part. Plain arithmetic, no torch.
+"""Parameters and FLOPs of a training step, by part. Plain arithmetic, no torch.
 
 One multiply-add is 2 FLOPs. Three conventions for attention are in use, and a number means nothing without its name:
 
@@ -148,75 +148,3 @@ def step_flops(
         recompute=recompute,
         convention=convention,
     )
-
-
-# --- memory -------------------------------------------------------------------------------------------------------------
-
-
-def saved_bytes_per_token(model: ModelConfig, policy: Policy, compute_bytes: int) -> int:
-    """Activations that one layer keeps from forward to backward, bytes a token.
-
-    ``none``: residual and normed input, rotated q and k, v (q and k before QK-norm too), attention's output and lse, the residual
-    before the feed-forward and, unless that is blockwise, its normed input, gate and up, silu(gate) and their product.
-    ``block``: the block's input only. ``attention_saved``: that, attention's output and lse.
-    """
-    m = model
-    state = 8 if compute_bytes == 8 else 4
-    attended = m.heads * m.head_dim * compute_bytes + m.heads * state
-    if policy == "block":
-        return m.width * compute_bytes
-    if policy == "attention_saved":
-        return m.width * compute_bytes + attended
-    qk = (m.heads + m.kv_heads) * m.head_dim * (2 if m.qk_norm else 1)
-    ffn = m.width if m.ffn_chunk else 2 * m.width + 4 * m.ffn_width
-    return (2 * m.width + qk + m.kv_heads * m.head_dim + ffn) * compute_bytes + attended
-
-
-def memory(
-    model: ModelConfig,
-    *,
-    tokens: int,
-    shard_ranks: int = 1,
-    ring_processes: int = 1,
-    policy: Policy = "none",
-    compute_bytes: int = 2,
-) -> dict[str, int]:
-    """Estimated peak bytes on one rank by part; an estimate to plan with, not an allocator trace.
-
-    ``tokens``: tokens on this rank in one micro-batch (rows x local sequence). ``shard_ranks``: ranks that FSDP shards over.
-    ``compute_bytes``: 2 (bf16), 4 or 8; master weights, gradients and AdamW's moments take 4 (8 in fp64) each.
-
-    - weights, gradients, optimizer: sharded, over ``shard_ranks``
-    - gathered: whole weights in the compute dtype of the root unit, the block at work and the one prefetched, with whole gradients
-      of one block (0 if nothing is sharded or cast)
-    - activations: what every layer saves under ``policy``, plus embedding output, final norm and its gradient
-    - recompute: one block's activations rebuilt in the backward pass (policies other than none), or the largest temporaries of its
-      feed-forward
-    - kv_buffers: the softmax state and gradient sums of the attention at hand, and with ``ring_processes`` > 1 the ring's own buffers:
-      two KV buffers and two of travelling dKV
-    - logits: one loss chunk three times (fp32 logits, their gradient in the compute dtype), and the head's gradient sum
-    """
-    m, b = model, compute_bytes
-    master = 8 if b == 8 else 4
-    total = sum(parameters(m).values())
-    block = sum(block_parameters(m).values())
-    root = total - m.layers * block
-    sharded = -(-total // shard_ranks)
-    kv = 2 * m.kv_heads * m.head_dim
-    q = m.heads * m.head_dim
-
-    rows = min(tokens, m.ffn_chunk) if m.ffn_chunk else tokens
-    ffn_peak = rows * 6 * m.ffn_width * b + (3 * m.width * m.ffn_width * master if m.ffn_chunk else 0)
-    one_block = tokens * saved_bytes_per_token(m, "none", b)
-    ring = tokens * (2 * kv * b + 2 * kv * master) if ring_processes > 1 else 0
-    chunk = min(tokens, m.loss_chunk)
-    return {
-        "weights": sharded * master,
-        "gradients": sharded * master,
-        "optimizer": 2 * sharded * master,
-        "gathered": (root + 3 * block) * b if shard_ranks > 1 or b != master else 0,
-        "activations": tokens * (m.layers * saved_bytes_per_token(m, policy, b) + 3 * m.width * b),
-        "recompute": ffn_peak + (one_block if policy != "none" else 0),
-        "kv_buffers": tokens * (q + kv) * master + ring,
-        "logits": chunk * m.vocab_size * (2 * master + b) + m.vocab_size * m.width * master,
-    }

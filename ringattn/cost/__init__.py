@@ -1,0 +1,35 @@
+"""The cost model: what a training step computes, holds, moves and takes, for any config and machine. Plain arithmetic, no torch.
+
+    flops     parameters, visible pairs, FLOPs in three conventions, MFU
+    work      a config as the numbers that cost something
+    memory    peak bytes of a rank by part
+    machine   profiles of GPUs and their links, built in or measured
+    time      seconds of a step by part, communication that stays exposed
+    papers    formulas of the papers that this project follows, for comparison
+
+One model for MFU, the planner, the headers of runs and the benchmarks.
+"""
+
+from ringattn.cost import papers
+from ringattn.cost.flops import (
+    PEAK_FLOPS,
+    Convention,
+    Flops,
+    Policy,
+    block_parameters,
+    mfu,
+    parameters,
+    peak_flops,
+    step_flops,
+    visible_pairs,
+)
+from ringattn.cost.machine import GIB, MACHINES, Machine, find_machine, machine_of
+from ringattn.cost.memory import Memory, memory, saved_bytes_per_token
+from ringattn.cost.time import Hop, StepTime, step_time
+from ringattn.cost.work import Work, work_of
+
+__all__ = [
+    "GIB", "MACHINES", "PEAK_FLOPS", "Convention", "Flops", "Hop", "Machine", "Memory", "Policy", "StepTime", "Work", "block_parameters",
+    "find_machine", "machine_of", "memory", "mfu", "papers", "parameters", "peak_flops", "saved_bytes_per_token", "step_flops", "step_time",
+    "visible_pairs", "work_of",
+]

@@ -1,0 +1,183 @@
+"""Time of a step by part, and what of the communication stays exposed. Plain arithmetic, no torch.
+
+The device's time is a sum of matrix products, attention, and bytes moved by everything else; the host's is a sum of launches. The
+longer of the two is the step. The byte counts below are those of the code as it stands, read plus write, operation by operation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ringattn.cost.flops import block_parameters, parameters
+from ringattn.cost.machine import GB, Machine
+from ringattn.cost.work import Work
+
+# Bytes for each logit of a chunk in fp32, whole tensors: written, read for the maximum, exponentials of the difference, summed, the
+# gradient's exponentials, rounded to 16 bit; with a broadcast operand: two differences and the mask.
+LOGIT_BYTES, LOGIT_BYTES_BROADCAST = 34, 24
+# Bytes for each parameter of an update: AdamW reads four and writes three fp32 tensors, the norm reads one, clipping reads and writes it.
+UPDATE_BYTES = 28 + 4 + 8
+# Bytes for each gathered parameter: fp32 read, 16 bit written, copied out; its gradient rounded up, reduced, laid out again.
+GATHER_BYTES, REDUCE_BYTES = 10, 18
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One hop of the slowest rank: seconds of its kernel and of the messages beside it, forward or backward."""
+
+    compute_s: float
+    transfer_s: float
+
+    @property
+    def margin(self) -> float:
+        """Computation over communication; from 1 on the transfer is hidden."""
+        return self.compute_s / self.transfer_s if self.transfer_s else float("inf")
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step of the slowest rank. ``device``: by part, exposed communication included; ``host``: launches."""
+
+    device: dict[str, float]
+    host_s: float
+    forward_hop: Hop
+    backward_hop: Hop
+
+    @property
+    def device_s(self) -> float:
+        """Time of the device's work."""
+        return sum(self.device.values())
+
+    @property
+    def total_s(self) -> float:
+        """The step: the device waits for the host or the host for the device."""
+        return max(self.device_s, self.host_s)
+
+    @property
+    def host_bound(self) -> bool:
+        """Whether launches take longer than the work that they launch."""
+        return self.host_s > self.device_s
+
+
+def link_rate(w: Work, m: Machine, ranks: int) -> float:
+    """Bytes a second to the next of ``ranks`` neighbouring ranks, at the narrowest place."""
+    return (m.link_gbs if ranks <= m.node_gpus else m.network_gbs) * GB
+
+
+def products(w: Work, m: Machine) -> tuple[float, float, float]:
+    """Seconds of one layer's matrix products in one micro-batch: forward, backward, what the policy runs again."""
+    c, t = w.model, w.tokens
+    q, kv = c.heads * c.head_dim, 2 * c.kv_heads * c.head_dim
+    attention, gate_up, down = [(c.width, q + kv), (q, c.width)], (c.width, 2 * c.ffn_width), (c.ffn_width, c.width)
+
+    def run(shapes: list[tuple[int, int]], outer: bool = False) -> float:
+        return sum(2 * t * k * n / m.matmul_rate(k, n, outer=outer) for k, n in shapes)
+
+    every = [*attention, gate_up, down]
+    again = run([gate_up]) if c.ffn_chunk or w.policy != "none" else 0.0
+    if w.policy != "none":
+        again += run(attention)
+    if w.policy == "block" and c.ffn_chunk:
+        again += run([gate_up, down])
+    return run(every), run(every) + run(every, outer=True), again
+
+
+def moved_bytes(w: Work) -> tuple[float, float, float]:
+    """Bytes that the elementwise work of one layer moves in one micro-batch: forward, backward, run again."""
+    c, t, b, wide = w.model, w.tokens, w.compute_bytes, w.wide_bytes
+    q, k = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    rotate = (q + k) * (2 * (b + wide) + 3 * wide + 2 * wide + wide + b)  # four products, two sums, a concatenation, a rounding
+    attention = 2 * c.width * b + rotate + 2 * k * b + 3 * c.width * b
+    ffn = (2 * c.width + 2 * c.ffn_width + 3 * c.ffn_width + 3 * c.width) * b
+    backward_ffn = 14 * c.width * wide + 20 * c.ffn_width * b if c.ffn_chunk else (8 * c.width + 12 * c.ffn_width) * b
+    backward = 10 * c.width * b + 1.2 * rotate + backward_ffn
+    again = 0.0
+    if w.policy != "none":
+        again = attention + (0 if c.ffn_chunk else ffn) + (ffn if c.ffn_chunk and w.policy == "block" else 0)
+    return t * (attention + ffn), t * backward, t * again
+
+
+def attention_time(w: Work, m: Machine) -> tuple[float, float, Hop, Hop]:
+    """Seconds of attention of all layers in one micro-batch on the slowest rank, forward and backward, and a hop of each."""
+    c, hops = w.model, w.hops
+    by_window = {window: w.pairs(window) for window in c.distinct_windows}
+    ranks = w.ring * w.ulysses
+    uneven = (2 * w.ring - 1) / w.ring if w.layout == "contiguous" and w.exchange == "ring" else 1.0
+    forward = backward = 0.0
+    for window in c.layer_windows:
+        pairs = w.micro_rows * by_window[window] / ranks * uneven
+        keys = by_window[window] / w.seq_len / (hops if w.exchange == "ring" and not w.documents else 1)
+        rate_forward, rate_backward = m.attention_rates(c.head_dim, keys)
+        flops = 4 * pairs * c.heads * c.head_dim
+        forward += flops / rate_forward
+        backward += 2.5 * flops / rate_backward
+    heads_dim, kv = c.heads * c.head_dim // w.ulysses, 2 * c.kv_heads * c.head_dim // min(w.ulysses, c.kv_heads)
+    rows = w.tokens * w.ulysses
+    if hops > 1:  # the softmax's state and the sums of gradients go through memory at every hop
+        state = c.layers * (hops - 1) * rows * w.wide_bytes / (m.memory_gbs * GB)
+        forward += state * 2 * heads_dim
+        backward += state * (2 * heads_dim + 3 * kv)
+    if w.ring == 1:
+        return forward, backward, Hop(forward / c.layers / hops, 0.0), Hop(backward / c.layers / hops, 0.0)
+    rate, start = link_rate(w, m, w.ring * w.ulysses), m.latency_us * 1e-6
+    message = rows * kv
+    there = Hop(forward / c.layers / w.ring, message * w.compute_bytes / rate + start)
+    back = Hop(backward / c.layers / w.ring, message * (w.compute_bytes + w.wide_bytes) / rate + start)
+    return forward, backward, there, back
+
+
+def exposed(w: Work, m: Machine, there: Hop, back: Hop, block_s: float) -> float:
+    """Seconds of communication of one micro-batch that no computation hides (the last gradient of KV comes home unhidden)."""
+    c = w.model
+    seconds = 0.0
+    if w.ring > 1:
+        hidden = 0.0 if w.exchange == "allgather" else 1.0
+        seconds += c.layers * (w.ring - 1) * sum(max(0.0, hop.transfer_s - hidden * hop.compute_s) for hop in (there, back))
+        if w.exchange == "ring":
+            seconds += c.layers * back.transfer_s * w.wide_bytes / (w.wide_bytes + w.compute_bytes)
+        if w.policy == "block":
+            seconds += c.layers * (w.ring - 1) * max(0.0, there.transfer_s - hidden * there.compute_s)
+    if w.ulysses > 1:
+        heads = 2 * (c.heads + c.kv_heads) * c.head_dim
+        seconds += c.layers * 2 * w.tokens * heads * w.compute_bytes * (1 - 1 / w.ulysses) / link_rate(w, m, w.ulysses)
+    if w.shard_ranks > 1:
+        block = sum(block_parameters(c).values())
+        width = m.link_gbs if w.shard_ranks <= m.node_gpus else min(m.link_gbs, m.network_gbs * m.node_gpus)
+        gather = block * w.compute_bytes / (width * GB) + m.latency_us * 1e-6
+        reduce = block * w.wide_bytes / (width * GB) + m.latency_us * 1e-6
+        # beside forward, backward (gathered again) and the backward of the next block; attention's own messages have the link first
+        seconds += c.layers * (max(0.0, gather - block_s) + max(0.0, gather + reduce - 2 * block_s)) + gather + reduce
+    return seconds
+
+
+def step_time(w: Work, m: Machine) -> StepTime:
+    """Seconds of one step on the slowest rank of ``w`` on GPUs like ``m``."""
+    c, t = w.model, w.tokens
+    moved, strided = m.memory_gbs * GB, m.strided_gbs * GB
+    forward, backward, again = products(w, m)
+    moved_forward, moved_backward, moved_again = (x / strided for x in moved_bytes(w))
+    attended, attended_back, there, back = attention_time(w, m)
+    table = c.vocab_size * c.width
+    head = 2 * t * table * (2 / m.matmul_rate(c.width, c.vocab_size) + 1 / m.matmul_rate(c.width, c.vocab_size, outer=True))
+    head += t * (c.vocab_size * LOGIT_BYTES + 12 * c.width * w.compute_bytes) / moved + 2 * table * 6 / moved
+    head += t * c.vocab_size * LOGIT_BYTES_BROADCAST / strided
+    repeats = w.micro_batches
+    parameters_here = sum(parameters(c).values()) / w.shard_ranks
+    whole = sum(parameters(c).values())
+    gathers = 2 if w.reshard else 1
+    block_s = forward + moved_forward + attended / c.layers
+    device = {
+        "matrix products": repeats * c.layers * (forward + backward),
+        "attention": repeats * (attended + attended_back),
+        "run again": repeats * (c.layers * (again + moved_again) + (attended if w.policy == "block" else 0.0)),
+        "elementwise": repeats * c.layers * (moved_forward + moved_backward),
+        "head and loss": repeats * head,
+        "gather and reduce": repeats * whole * (gathers * GATHER_BYTES + REDUCE_BYTES) / moved,
+        "update": parameters_here * (UPDATE_BYTES if w.state_bytes >= 8 else 24) / moved,
+        "exposed communication": repeats * exposed(w, m, there, back, block_s)
+        + (2 * parameters_here * w.wide_bytes / (m.network_gbs * GB) if w.replicate > 1 else 0.0),
+    }
+    hops = w.hops * w.virtual - 1 if w.exchange == "ring" else w.virtual - 1
+    again_share = 1.0 if w.policy == "none" else 1.75  # checkpointing runs the block's Python a second time, under its own hooks
+    launches = c.layers * (m.host_layer_ms * again_share * 1e-3 + hops * m.host_hop_us * 1e-6)
+    return StepTime(device, m.host_step_ms * 1e-3 + repeats * launches, there, back)

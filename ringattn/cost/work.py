@@ -1,0 +1,93 @@
+"""What a rank does in a step, as numbers: the config without everything that costs nothing. Plain arithmetic, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ringattn.cost.flops import Policy, visible_pairs
+
+if TYPE_CHECKING:
+    from ringattn.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Work:
+    """One training step. ``ring`` real ranks x ``ulysses`` x ``shard`` x ``replicate`` GPUs, ``virtual`` shards a rank.
+
+    ``documents``: mean visible length in tokens where attention stays within documents, 0 = whole rows. ``state_bytes``: optimizer
+    states, bytes a parameter. ``model`` has its vocabulary filled in.
+    """
+
+    model: ModelConfig
+    seq_len: int
+    rows: int = 1
+    micro_rows: int = 1
+    ring: int = 1
+    virtual: int = 1
+    ulysses: int = 1
+    shard: int = 1
+    replicate: int = 1
+    layout: str = "zigzag"
+    exchange: str = "ring"
+    policy: Policy = "none"
+    documents: int = 0
+    compute_bytes: int = 2
+    state_bytes: int = 8
+    grad_sync: str = "last"
+    reshard: bool = True
+
+    @property
+    def wide_bytes(self) -> int:
+        """Bytes of sums: fp32, fp64 in fp64."""
+        return 8 if self.compute_bytes == 8 else 4
+
+    @property
+    def gpus(self) -> int:
+        """Ranks of the whole run."""
+        return self.ring * self.ulysses * self.shard * self.replicate
+
+    @property
+    def tokens(self) -> int:
+        """Tokens on a rank in one micro-batch."""
+        return self.micro_rows * self.seq_len // (self.ring * self.ulysses)
+
+    @property
+    def micro_batches(self) -> int:
+        """Forward passes of a rank in a step."""
+        return max(1, self.rows // (self.micro_rows * self.shard * self.replicate))
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks that parameters, gradients and states are sharded over."""
+        return self.ring * self.ulysses * self.shard
+
+    @property
+    def hops(self) -> int:
+        """Hops of the ring, at most: all of its shards, or one over the gathered KV."""
+        return 1 if self.exchange == "allgather" and self.ring * self.virtual == 1 else self.ring * self.virtual
+
+    def pairs(self, window: int) -> int:
+        """Visible pairs a head of one row."""
+        if not self.documents:
+            return visible_pairs(self.seq_len, window=window)
+        whole, rest = divmod(self.seq_len, self.documents)
+        return visible_pairs(self.seq_len, window=window, documents=[self.documents] * whole + ([rest] if rest else []))
+
+    @property
+    def step_pairs(self) -> list[int]:
+        """Visible pairs a head of the whole step, for each distinct window."""
+        return [self.rows * self.pairs(window) for window in self.model.distinct_windows]
+
+
+def work_of(config: Any, model: ModelConfig, world_size: int, *, compute_bytes: int, documents: int = 0) -> Work:
+    """The work of a training config (``ringattn.config.Config``) whose model has its vocabulary."""
+    p, t = config.parallel, config.train
+    ring = config.ring_processes(world_size)
+    tensors = 2 if config.optim.name == "adamw" else int(config.optim.momentum > 0)
+    return Work(
+        model=model, seq_len=t.seq_len, rows=t.rows, micro_rows=t.micro_rows, ring=ring, virtual=p.virtual, ulysses=p.ulysses,
+        shard=p.shard, replicate=p.replicate, layout=p.layout, exchange=p.exchange, policy=config.activation, documents=documents,
+        compute_bytes=compute_bytes, state_bytes=tensors * (8 if compute_bytes == 8 else 4), grad_sync=p.grad_sync,
+        reshard=p.reshard_after_forward,
+    )

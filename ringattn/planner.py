@@ -1,0 +1,256 @@
+"""The planner: what fits on which GPUs, how fast it will be, and the overrides that start it.
+
+    plan({"model": {...}, ...}, machine="h200", gpus=8, wish="longest")     the longest context
+    plan({..., "train": {"seq_len": 131072}}, machine="h200", gpus=8)       that length, at best speed
+
+Every candidate is a training config: it is built by ``ringattn.config.from_dict``, which refuses what this version cannot run, and
+judged by ``ringattn.cost``. Only keys that the caller left open are chosen; those in ``fixed`` stay as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ringattn import cost
+from ringattn.config import Config, ConfigError, from_dict
+from ringattn.cost import GIB, Machine, Memory, StepTime, Work
+
+Wish = Literal["fastest", "longest"]
+POLICIES = ("none", "attention_saved", "block", "offload")  # from the fastest to the smallest
+SEARCHED = ("parallel.ring", "parallel.ulysses", "parallel.shard", "parallel.replicate", "parallel.layout", "activation", "model.ffn_chunk")
+GRANULE = 1024  # lengths are multiples of this times twice the ring
+
+
+class NothingFits(ValueError):
+    """No candidate fits. ``nearest``: the one that lacks least, with what is short; ``fitting``: the nearest plan that does fit, if any."""
+
+    def __init__(self, message: str, nearest: Plan, fitting: Plan | None) -> None:
+        super().__init__(message)
+        self.nearest, self.fitting = nearest, fitting
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to run a step. ``overrides``: what to add to the command line, in order; ``requested``: what the caller fixed."""
+
+    work: Work
+    machine: Machine
+    memory: Memory
+    time: StepTime
+    overrides: dict[str, Any]
+    requested: dict[str, Any]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak stays below what the GPU has to offer."""
+        return self.memory.peak <= self.machine.usable_bytes
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of the whole run in a second."""
+        return self.work.rows * self.work.seq_len / self.time.total_s
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation, visible pairs counted, of the data-sheet peak."""
+        w = self.work
+        flops = cost.step_flops(w.model, tokens=w.rows * w.seq_len, pairs=w.step_pairs).total
+        return flops / (self.time.total_s * w.gpus * self.machine.peak_flops)
+
+    @property
+    def command(self) -> str:
+        """The command that starts it on one node, or on as many as it takes."""
+        nodes = -(-self.work.gpus // self.machine.node_gpus)
+        if self.work.gpus == 1:
+            start = "python"
+        elif nodes == 1:
+            start = f"torchrun --standalone --nproc-per-node {self.work.gpus}"
+        else:
+            start = f"torchrun --nnodes {nodes} --nproc-per-node {self.machine.node_gpus} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+        return f"{start} -m ringattn.train {self.arguments}"
+
+    @property
+    def arguments(self) -> str:
+        """Overrides as they are typed."""
+        return " ".join(f"{key}={show(value)}" for key, value in {**self.requested, **self.overrides}.items())
+
+
+def show(value: Any) -> str:
+    """A value as Hydra reads it."""
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(show, value)) + "]"
+    return {True: "true", False: "false", None: "null"}.get(value, str(value)) if value is None or isinstance(value, bool) else str(value)
+
+
+def plan(
+    raw: dict[str, Any], *, machine: str | Machine = "h200", gpus: int = 1, wish: Wish = "fastest", fixed: dict[str, Any] | None = None,
+    vocab_size: int = 0, documents: int = 0, precision_bytes: int = 2,
+) -> Plan:
+    """The best plan for a training config.
+
+    Args:
+        raw: nested keys of a training config (``model`` must be complete, as in configs/model/); what it leaves out has its default.
+        machine: a built-in profile (a100, h100, h200, b200), a file of scripts/profile_machine.py, or a Machine.
+        gpus: ranks of the run. wish: ``fastest`` at ``train.seq_len``, or ``longest`` (at the best speed that this length allows).
+        fixed: dotted keys that must stay as they are (they are set in ``raw`` too), for instance {"activation": "block"}.
+        vocab_size: where the model's own is 0. documents: mean length that attention stays within, 0 = whole rows.
+
+    Raises NothingFits (a ValueError) where no candidate fits, ConfigError for a config that no choice could mend, ValueError for an
+    unknown machine.
+    """
+    profile = cost.find_machine(machine) if isinstance(machine, str) else machine
+    if gpus < 1:
+        raise ValueError(f"gpus={gpus}: must be at least 1")
+    if wish not in ("fastest", "longest"):
+        raise ValueError(f"wish={wish}: must be fastest or longest")
+    fixed = dict(fixed or {})
+    settings = {"vocab": vocab_size, "documents": documents, "bytes": precision_bytes}
+    if wish == "fastest":
+        return choose(list(candidates(raw, profile, gpus, fixed, settings)), raw, profile, gpus, fixed, settings)
+    best: Plan | None = None
+    step = GRANULE * 2
+    low, high = 0, step
+    while high < 2**33 and (found := attempt(raw, profile, gpus, fixed, settings, high)) is not None:
+        best, low, high = found, high, high * 2
+    while best is not None and high - low > max(step, low // 64):
+        middle = (low + high) // 2 // step * step
+        found = attempt(raw, profile, gpus, fixed, settings, middle)
+        best, low, high = (found, middle, high) if found is not None else (best, low, middle)
+    if best is None:
+        return choose(list(candidates(at_length(raw, step), profile, gpus, fixed, settings)), raw, profile, gpus, fixed, settings)
+    return best
+
+
+def attempt(raw: dict[str, Any], machine: Machine, gpus: int, fixed: dict[str, Any], settings: dict[str, int], seq_len: int) -> Plan | None:
+    """The fastest plan at a length (rounded up to one that the layout can cut), None where nothing fits."""
+    unit = 2 * gpus * 64
+    longer = -(-seq_len // unit) * unit
+    found = [p for p in candidates(at_length(raw, longer), machine, gpus, fixed, settings) if p.fits]
+    if not found:
+        return None
+    best = min(found, key=lambda p: p.time.total_s / (p.work.rows * p.work.seq_len))
+    return dataclasses.replace(best, overrides={"train.seq_len": longer, **best.overrides})
+
+
+def at_length(raw: dict[str, Any], seq_len: int) -> dict[str, Any]:
+    """The same config with rows of ``seq_len`` tokens."""
+    changed = copy.deepcopy(raw)
+    changed.setdefault("train", {})["seq_len"] = seq_len
+    return changed
+
+
+def choose(found: list[Plan], raw: dict[str, Any], machine: Machine, gpus: int, fixed: dict[str, Any], settings: dict[str, int]) -> Plan:
+    """The fastest a token of those that fit. Raises NothingFits with the nearest that does."""
+    fitting = [p for p in found if p.fits]
+    if fitting:
+        return min(fitting, key=lambda p: p.time.total_s / (p.work.rows * p.work.seq_len))
+    nearest = min(found, key=lambda p: p.memory.peak)
+    raise NothingFits(shortage(nearest), nearest, nearest_fitting(nearest, raw, machine, gpus, fixed, settings))
+
+
+def shortage(p: Plan) -> str:
+    """What is short, in a sentence."""
+    missing = (p.memory.peak - p.machine.usable_bytes) / GIB
+    first, second = p.memory.largest[:2]
+    return (
+        f"nothing fits: at train.seq_len={p.work.seq_len} on {p.work.gpus} x {p.machine.name} the smallest plan needs "
+        f"{p.memory.peak / GIB:.1f} GiB a GPU and {p.machine.usable_bytes / GIB:.1f} are usable, {missing:.1f} GiB short; largest: "
+        f"{first} {p.memory.parts[first] / GIB:.1f} GiB, {second} {p.memory.parts[second] / GIB:.1f} GiB (at the moment '{p.memory.phase}')"
+    )
+
+
+def nearest_fitting(
+    p: Plan, raw: dict[str, Any], machine: Machine, gpus: int, fixed: dict[str, Any], settings: dict[str, int]
+) -> Plan | None:
+    """The nearest plan that fits: the same length on the fewest GPUs more, otherwise a shorter length on as many."""
+    more = gpus
+    while more < 64 * gpus:
+        more *= 2
+        rows = dict(raw.get("train", {}))
+        rows["rows"] = max(rows.get("rows", 1), 1)
+        found = [q for q in candidates({**raw, "train": rows}, machine, more, fixed, settings) if q.fits]
+        if found:
+            return min(found, key=lambda q: q.time.total_s)
+    length = p.work.seq_len
+    while length > 2 * GRANULE:
+        length //= 2
+        shorter = attempt(raw, machine, gpus, fixed, settings, length)
+        if shorter is not None:
+            return shorter
+    return None
+
+
+def divisors(n: int) -> list[int]:
+    """Ascending."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def candidates(raw: dict[str, Any], machine: Machine, gpus: int, fixed: dict[str, Any], settings: dict[str, int]) -> Iterator[Plan]:
+    """Every plan that the config's own checks accept. Raises ConfigError if there is none, with the problems of the last."""
+    problems: ConfigError | None = None
+    found = False
+    for choice in choices(raw, gpus, fixed):
+        changed = merged(raw, choice)
+        try:
+            config = from_dict(changed, world_size=gpus)
+        except ConfigError as error:
+            problems = error
+            continue
+        found = True
+        yield evaluate(config, machine, gpus, settings, choice, fixed)
+    if not found and problems is not None:
+        raise problems
+
+
+def choices(raw: dict[str, Any], gpus: int, fixed: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Values for the keys that were left open. One GPU knows one mesh; others are factorised ring x ulysses x shard x replicate."""
+
+    def open_values(key: str, values: list[Any]) -> list[Any]:
+        return [fixed[key]] if key in fixed else values
+
+    model = raw.get("model", {})
+    chunks = open_values("model.ffn_chunk", sorted({int(model.get("ffn_chunk", 0)), 8192}))
+    for ring in open_values("parallel.ring", divisors(gpus)):
+        for ulysses in open_values("parallel.ulysses", [u for u in divisors(gpus) if gpus % (ring * u) == 0 and u <= 8]):
+            rest = gpus // (ring * ulysses) if gpus % (ring * ulysses) == 0 else 0
+            for shard in open_values("parallel.shard", divisors(rest) if rest else []):
+                if not rest or rest % shard:
+                    continue
+                for policy in open_values("activation", list(POLICIES)):
+                    for chunk in chunks:
+                        choice = {
+                            "parallel.ring": ring, "parallel.ulysses": ulysses, "parallel.shard": shard,
+                            "parallel.replicate": rest // shard, "parallel.layout": fixed.get("parallel.layout", "zigzag"),
+                            "activation": policy, "model.ffn_chunk": chunk,
+                        }
+                        if "train.rows" not in fixed:
+                            choice["train.rows"] = max(1, shard * (rest // shard)) * int(raw.get("train", {}).get("micro_rows", 1))
+                        yield choice
+
+
+def merged(raw: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
+    """``raw`` with dotted keys set."""
+    changed = copy.deepcopy(raw)
+    for key, value in choice.items():
+        *sections, name = key.split(".")
+        holder = changed
+        for section in sections:
+            holder = holder.setdefault(section, {})
+        holder[name] = value
+    return changed
+
+
+def evaluate(
+    config: Config, machine: Machine, gpus: int, settings: dict[str, int], choice: dict[str, Any], requested: dict[str, Any]
+) -> Plan:
+    """Memory and time of one config. Overrides that say what is the default anyway are left out."""
+    vocab = config.model.vocab_size or settings["vocab"] or 258
+    model = dataclasses.replace(config.model, vocab_size=vocab)
+    work = cost.work_of(config, model, gpus, compute_bytes=settings["bytes"], documents=settings["documents"])
+    plain = {"parallel.ulysses": 1, "parallel.shard": 1, "parallel.replicate": 1, "parallel.layout": "zigzag", "activation": "none"}
+    overrides = {k: v for k, v in choice.items() if k not in requested and plain.get(k) != v and not (k == "parallel.ring" and gpus == 1)}
+    return Plan(work, machine, cost.memory(work), cost.step_time(work, machine), overrides, dict(requested))
