@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringattn.kernels.replay import Launched
+
 
 class TensorMap:
     """A TMA descriptor to be made at launch: ``base`` seen with ``shape`` and ``strides`` (elements), moved in blocks.
@@ -39,21 +41,24 @@ class Launcher:
     def __init__(self) -> None:
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
-    def __call__(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, int | bool]) -> None:
-        """Run ``kernel[grid](*args, **constants)`` on the current device and stream with 4 warps.
+    def __call__(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, int | bool]) -> Launched | None:
+        """Run ``kernel[grid](*args, **constants)`` on the current device and stream with 4 warps; what was launched, for ``Replays``.
 
         ``args``: the first arguments in order; ``constants``: all that remain, compile-time.
         """
         key = (kernel, torch.cuda.current_device(), *constants.values(), *map(_trait, args))
         compiled = self._compiled.get(key)
+        rest = [constants[name] for name in kernel.arg_names[len(args) :]]
+        size = (*grid, 1, 1)[:3]
         if compiled is None:
             checked = [x.checked() if type(x) is TensorMap else x for x in args]
             compiled = kernel[grid](*checked, **constants, num_warps=4)
-            if compiled is not None:
-                self._compiled[key] = compiled
-            return
-        rest = [constants[name] for name in kernel.arg_names[len(args) :]]
-        compiled[(*grid, 1, 1)[:3]](*args, *rest)
+            if compiled is None:  # the interpreter
+                return None
+            self._compiled[key] = compiled
+        else:
+            compiled[size](*args, *rest)
+        return Launched(compiled, size, (*args, *rest))
 
 
 def _trait(x: Any) -> Any:
