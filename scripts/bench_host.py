@@ -69,6 +69,10 @@ def calls(name: str, seq: int) -> dict[str, Callable[[], object]]:
     def both(**mask: object) -> object:
         return torch.autograd.grad(flash_attention(*leaves, kernel=name, **mask), leaves, dout)
 
+    def one_thread() -> object:
+        with torch.autograd.set_multithreading_enabled(False):
+            return both()
+
     def sdpa() -> object:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
             out = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in leaves), is_causal=True)
@@ -81,6 +85,7 @@ def calls(name: str, seq: int) -> dict[str, Callable[[], object]]:
         f"{kernel.name} flash_attention, no gradient": lambda: flash_attention(q, k, v, kernel=name),
         f"{kernel.name} flash_attention": lambda: flash_attention(*leaves, kernel=name),
         f"{kernel.name} flash_attention + backward": both,
+        f"{kernel.name} the same, autograd on one thread": one_thread,
         f"{kernel.name} documents, flash_attention + backward": lambda: both(documents=documents),
         "torch SDPA (fa2) + backward": sdpa,
     }

@@ -96,6 +96,10 @@ def check_hops(name: str, kernel: Kernel) -> Iterator[Finding]:
                 errors[w] += square_errors((ours.forward(), *ours.backward()), gold) / [(x**2).sum().item() for x in gold]
         growth = {w: np.sqrt(e / errors[1]) for w, e in errors.items()}
         figures = "out " + " ".join(f"{math.sqrt(e[0] / draws):.2e}" for e in errors.values())
+        if keys > 8192:
+            theirs = peer("fa2", p, q, k, v, dout)
+            one = np.sqrt(square_errors((theirs.forward(), *theirs.backward()), gold) / [(x**2).sum().item() for x in gold])
+            figures += f" (fa2 {one[0]:.2e})"
         figures += "; worst growth " + ", ".join(f"{n} {max(g[i] for g in growth.values()):.3f}" for i, n in enumerate(RESULTS))
         ok = all((g <= 1.1).all() for g in growth.values())
         yield f"{name} {dtype} {keys} keys over {', '.join(map(str, hops))} hops", ok, figures
