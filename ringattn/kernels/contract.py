@@ -24,7 +24,7 @@ included (the ring trims its messages to it), and a kernel must not read them in
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -49,6 +49,7 @@ class Bounds:
     ``lo``, ``hi``: int32 [Bb, Sq], ``0 <= lo <= hi <= Sk``, both never decreasing along Sq; row i sees keys lo[i] <= j < hi[i].
     ``q_lo``, ``q_hi``: int32 [Bb, Sk]; key j is seen by rows q_lo[j] <= i < q_hi[j] (where q_lo > q_hi never occurs).
     ``pairs``: visible (query, key) pairs, summed over the Bb rows. ``full``: every row sees every key.
+    ``derived``: what kernels have worked out from these bounds and want to find again, by their own keys.
     """
 
     lo: Tensor
@@ -57,6 +58,7 @@ class Bounds:
     q_hi: Tensor
     pairs: int
     full: bool
+    derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
     def from_rows(lo: np.ndarray, hi: np.ndarray, keys: int, device: torch.device | str = "cpu") -> Bounds:

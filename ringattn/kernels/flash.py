@@ -40,7 +40,8 @@ def flash_attention(
         softcap: scores become softcap * tanh(scores / softcap).
         sinks: [H], one more logit per head with value 0 (attention sinks).
         return_lse: also return the log-sum-exp, natural logarithm, fp32 (fp64 for fp64 inputs) [B, H, Sq].
-        kernel: auto | gluon | triton | torch | reference.
+        kernel: auto | gluon | triton | torch | reference, or one of others: flash | cudnn (torch's) | fa4 (where installed), which take
+            full and causal masks and no softcap, sinks or gradient through lse.
         deterministic: allow only kernels whose gradients have the same bits from run to run.
 
     Returns:

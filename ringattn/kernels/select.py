@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.contract import Kernel
+from ringattn.kernels.vendor import VENDORS, VendorKernel
 
-KERNELS = ("auto", "gluon", "triton", "torch", "reference")
+KERNELS = ("auto", "gluon", "triton", "torch", "reference")  # of this package; those of others are VENDORS
 _MODULES = {
     "gluon": ("ringattn.kernels.gluon_kernel", "GluonKernel"),
     "triton": ("ringattn.kernels.triton_kernel", "TritonKernel"),
@@ -31,8 +32,10 @@ def load_kernel(name: str) -> Kernel:
 
     Raises ValueError for an unknown name, ImportError where the kernel's library is not installed.
     """
+    if name in VENDORS:
+        return VendorKernel(name)
     if name not in _MODULES:
-        raise ValueError(f"kernel={name!r} is unknown, choose from {', '.join(KERNELS)}")
+        raise ValueError(f"kernel={name!r} is unknown, choose from {', '.join(KERNELS + VENDORS)}")
     module, cls = _MODULES[name]
     return getattr(importlib.import_module(module), cls)()
 
@@ -41,8 +44,8 @@ def load_kernel(name: str) -> Kernel:
 def chain(name: str, device_type: str) -> tuple[str, ...]:
     """The kernels that ``name`` may stand for on this device, in order of preference."""
     if name != "auto":
-        if name not in _MODULES:
-            raise ValueError(f"kernel={name!r} is unknown, choose from {', '.join(KERNELS)}")
+        if name not in _MODULES and name not in VENDORS:
+            raise ValueError(f"kernel={name!r} is unknown, choose from {', '.join(KERNELS + VENDORS)}")
         return (name,)
     if device_type != "cuda":
         return ("torch",)
@@ -75,3 +78,9 @@ def select_kernel(
             return kernel
         reasons.append(f"kernel={candidate!r}: {reason}")
     raise ValueError("; ".join(reasons))
+
+
+def check_hops(kernel: Kernel, hops: int) -> None:
+    """Raise ValueError if the kernel cannot carry the softmax's state and attention takes more than one hop."""
+    if hops > 1 and getattr(kernel, "single_hop", False):
+        raise ValueError(f"kernel={kernel.name!r} takes a whole sequence at once: it cannot be used in a ring of {hops}, only in one of 1")

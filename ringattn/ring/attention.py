@@ -20,7 +20,7 @@ from ringattn.kernels.checks import check_inputs
 from ringattn.kernels.contract import Part, State, accumulate_dtype, sink_gradient
 from ringattn.kernels.flash import NO_SOFTCAP
 from ringattn.kernels.intervals import ArrayLike
-from ringattn.kernels.select import select_kernel
+from ringattn.kernels.select import check_hops, select_kernel
 from ringattn.ring.gathered import gather_kv, reduce_dkv
 from ringattn.ring.layout import Layout
 from ringattn.ring.ring import Ring
@@ -119,6 +119,7 @@ def _forward(q, k, v, sinks, handle, scale, softcap, kernel, deterministic):
     if q.shape[1] != ring.virtual * length:
         raise ValueError(f"q holds {q.shape[1]} rows, but in attention {schedule.layout} on {ring} has {ring.virtual * length} a process")
     impl = select_kernel(kernel, q, k, softcap=softcap or None, sinks=sinks, deterministic=deterministic)
+    check_hops(impl, ring.size)
     agree_on(schedule, q, k, sinks, scale, softcap, impl.name, deterministic)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulate_dtype(q.dtype))
