@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ringattn.kernels.contract import KEY_BLOCK, LOG2_E, Bounds, Part, State
 from ringattn.kernels.gluon_configs import (
@@ -49,18 +48,12 @@ HELPER_ROWS = 32  # rows of one program of the helper kernels
 class Plan:
     """A mask as the kernels read it, for query tiles of ``rows`` rows: see ``plan_kernel`` in gluon_helpers.py for the tables."""
 
-    rows: int
-    made_of: tuple[Tensor, Tensor, Tensor]  # hi, q_lo, q_hi of the bounds
     lo: Tensor
     hi: Tensor
     query: Tensor
     live: Tensor
     key_rows: Tensor
     keys: Tensor
-
-    def fits(self, bounds: Bounds, rows: int) -> bool:
-        given = (bounds.hi, bounds.q_lo, bounds.q_hi)
-        return self.rows == rows and all(a is b for a, b in zip(self.made_of, given, strict=True))
 
 
 @dataclass
@@ -105,7 +98,6 @@ class GluonKernel:
         self._launch = Launcher()
         self._replays = Replays()
         self._layouts: dict[tuple[int, int, int], Any] = {}
-        self._plans: Any = WeakTensorKeyDictionary()  # Bounds.lo -> Plan: bounds never change, plans live as long as they do
         self._backward_kernel: Kernel | None = None
 
     @staticmethod
@@ -298,11 +290,10 @@ class GluonKernel:
         self._replays.add(key, addresses, self._launch(helpers.finish_dq, (padded // HELPER_ROWS, batch * heads), arguments, constants))
 
     def _plan(self, bounds: Bounds, rows: int) -> Plan:
-        """The tables of a mask, kept as long as the bounds live."""
-        plan: Plan | None = self._plans.get(bounds.lo)
-        if plan is None or not plan.fits(bounds, rows):
-            plan = make_plan(bounds, rows, self._load()[3])
-            self._plans[bounds.lo] = plan
+        """The tables of a mask, kept as long as the bounds live: bounds never change."""
+        plan: Plan | None = bounds.derived.get(("gluon", rows))
+        if plan is None:
+            plan = bounds.derived["gluon", rows] = make_plan(bounds, rows, self._load()[3])
         return plan
 
     def _portable(self) -> Kernel:
@@ -359,8 +350,7 @@ def make_plan(bounds: Bounds, rows: int, helpers: Any) -> Plan:
         lo, hi, q_lo, q_hi, query, live, rank, key_rows, table, queries, keys, row_tiles, key_tiles,
         BM=rows, KEYS=KEY_BLOCK, TILES=16, num_warps=4,
     )  # fmt: skip
-    # A plan must not hold the tensor that its entry in the cache hangs on: hence an alias of lo.
-    return Plan(rows, (bounds.hi, bounds.q_lo, bounds.q_hi), lo.detach(), hi, query, live, key_rows, table)
+    return Plan(lo, hi, query, live, key_rows, table)
 
 
 def _tiles(length: int, tile: int) -> int:
