@@ -1,12 +1,14 @@
 """Check, then time, the attention kernels on one GPU beside their peers.
 
-    python scripts/bench_kernel.py triton gluon                    # the whole grid, against fa2 and cudnn (and fa4 if installed)
-    python scripts/bench_kernel.py triton --quick                  # under three minutes
-    python scripts/bench_kernel.py triton --flex --out bench/h200  # with FlexAttention; writes bench/h200/kernels.{json,png}
-    python scripts/bench_kernel.py triton --tune                   # try configurations (the same as scripts/tune_kernel.py)
+    python scripts/bench_kernel.py                        # gluon and triton, the whole grid, beside fa2, cudnn, flex (and fa4 if installed)
+    python scripts/bench_kernel.py triton --quick         # a short grid, under three minutes
+    python scripts/bench_kernel.py --limit 250            # stop timing after 250 seconds; the cells that matter most come first
+    python scripts/bench_kernel.py --flex all             # FlexAttention in every cell (it compiles for each: half an hour)
+    python scripts/bench_kernel.py triton --tune          # try configurations (the same as scripts/tune_kernel.py)
 
 Rates count 4 * D operations a visible pair and head forward (so causal counts half), 2.5 times that backward. All candidates of a
-cell take turns; the median counts. A candidate that cannot do a cell, or fails, is reported and the rest goes on.
+cell take turns; the median counts. A candidate that cannot do a cell, or fails, is reported and the rest goes on. Writes kernels.json
+and kernels.png into --out and prints a table.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import time
 import traceback
 from dataclasses import asdict
@@ -23,6 +26,7 @@ from typing import Any
 import torch
 from kernel_cases import CarriedHop, Ours, Problem, candidate, grid, peer, reference, relative, time_together
 
+from ringattn.kernels.gluon_kernel import GluonKernel
 from ringattn.kernels.select import load_kernel
 
 LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 5e-6}
@@ -128,31 +132,57 @@ def name_of(cell: dict[str, Any]) -> str:
 
 
 def draw(cells: list[dict[str, Any]], names: list[str], title: str, path: Path) -> None:
+    """A panel for each head dim, mask and phase, with a group of bars for each length."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    fig, axes = plt.subplots(2, 1, figsize=(max(8.0, 0.55 * len(cells) + 2), 8), sharex=True, constrained_layout=True)
-    width = 0.8 / len(names)
-    for axis, phase in zip(axes, ("forward", "backward"), strict=True):
-        for i, name in enumerate(names):
-            at = [x for x, c in enumerate(cells) if phase in c["results"].get(name, {})]
-            heights = [cells[x]["results"][name][phase]["tflops"] for x in at]
-            axis.bar([x + (i - (len(names) - 1) / 2) * width for x in at], heights, width, label=name)
-        axis.set_ylabel(f"{phase}, TFLOP/s")
-        axis.grid(axis="y", alpha=0.3)
-    axes[0].legend(ncols=len(names))
-    axes[0].set_title(title)
-    axes[1].set_xticks(range(len(cells)), [name_of(c) for c in cells], rotation=60, ha="right", fontsize=8)
-    fig.savefig(path, dpi=150)
+    panels: dict[str, list[dict[str, Any]]] = {}
+    for cell in cells:
+        if not cell["carried"] and cell["mask"] in ("causal", "full") and int(cell["batch"]) * int(cell["seq"]) >= 16384:
+            group = f", grouped {int(cell['heads']) // int(cell['key_heads'])}:1" if cell["heads"] != cell["key_heads"] else ""
+            panels.setdefault(f"head dim {cell['dim']}, {cell['mask']}{group}", []).append(cell)
+    shown = [n for n in names if any("forward" in c["results"].get(n, {}) for p in panels.values() for c in p)]
+    order = sorted(panels, key=lambda name: ("grouped" in name, int(name.split()[2].rstrip(",")), name))
+    across = min(5, len(order))
+    bands = -(-len(order) // across)
+    fig, axes = plt.subplots(2 * bands, across, figsize=(3.2 * across + 1, 5.4 * bands + 1), squeeze=False, constrained_layout=True)
+    width, colours = 0.84 / max(1, len(shown)), plt.get_cmap("tab10")
+    for place in range(bands * across):
+        band, column = divmod(place, across)
+        for row, phase in enumerate(("forward", "backward")):
+            axis = axes[2 * band + row][column]
+            if place >= len(order):
+                axis.set_axis_off()
+                continue
+            here = sorted(panels[order[place]], key=lambda c: int(c["seq"]))
+            for i, name in enumerate(shown):
+                at = [x for x, c in enumerate(here) if phase in c["results"].get(name, {})]
+                heights = [here[x]["results"][name][phase]["tflops"] for x in at]
+                axis.bar([x + (i - (len(shown) - 1) / 2) * width for x in at], heights, width, color=colours(i))
+            axis.set_xticks(range(len(here)), [length_of(int(c["seq"])) for c in here], fontsize=8)
+            axis.grid(axis="y", alpha=0.3)
+            axis.set_axisbelow(True)
+            axis.set_title(f"{order[place]}: {phase}", fontsize=9)
+            if column == 0:
+                axis.set_ylabel("TFLOP/s")
+    fig.legend([plt.Rectangle((0, 0), 1, 1, color=colours(i)) for i in range(len(shown))], shown, ncols=len(shown), loc="outside lower center")
+    fig.suptitle(title, fontsize=11)
+    fig.savefig(path, dpi=110)
+    plt.close(fig)
+
+
+def length_of(seq: int) -> str:
+    return f"{seq // 1024}K" if seq >= 1024 else str(seq)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kernels", nargs="*", default=["triton"], help="kernels of this package: triton, gluon, torch")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--flex", action="store_true", help="time FlexAttention too (compiles for every cell)")
+    parser.add_argument("kernels", nargs="*", help="kernels of this package: gluon, triton, torch; default: those that run here")
+    parser.add_argument("--quick", action="store_true", help="fewer checks and cells")
+    parser.add_argument("--flex", choices=("key", "all", "none"), default="key", help="cells with FlexAttention")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no new cell is started")
     parser.add_argument("--no-checks", action="store_true")
     parser.add_argument("--no-times", action="store_true")
     parser.add_argument("--tune", action="store_true", help="try configurations of the Triton kernels instead")
@@ -164,33 +194,60 @@ def main() -> None:
         tune(quick=args.quick)
         return
     started = time.perf_counter()
-    fa4 = importlib.util.find_spec("flash_attn") is not None and importlib.util.find_spec("flash_attn.cute") is not None
-    peers = ["fa2", "cudnn", *(["flex"] if args.flex else []), *(["fa4"] if fa4 else [])]
+    ours = args.kernels or [*(["gluon"] if GluonKernel.available(torch.device("cuda")) is None else []), "triton"]
+    peers = ["fa2", "cudnn", *(["flex"] if args.flex != "none" else []), *(["fa4"] if _has_fa4() else [])]
     record: dict[str, Any] = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": getattr(__import__("triton"), "__version__", ""),
-        "checks": [] if args.no_checks else run_checks(args.kernels, args.quick), "cells": [],
+        "checks": [] if args.no_checks else run_checks(ours, args.quick or math.isfinite(args.limit)), "cells": [], "left_out": [],
     }  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)
     report = args.out / "kernels.json"
-    if not args.no_times:
-        cells = [(p, False) for p in grid(args.quick)]
-        for dim in (128, 64):
-            cells += [(Problem(1, 8192, 2048 // dim, 2048 // dim, dim, mask), c) for mask in ("full", "causal") for c in (False, True)]
-        for p, carried in cells:
-            names = args.kernels + ([] if carried else peers)
-            record["cells"].append(run_cell(names, p, carried, args.quick))
-            report.write_text(json.dumps(record, indent=1))
-            print(f"{time.perf_counter() - started:5.0f} s  {p.label}{' carried' if carried else ''}: "
-                  + ", ".join(f"{n} {rate(record['cells'][-1], n)}" for n in names), flush=True)  # fmt: skip
-            torch.cuda.empty_cache()
+    for p, carried, key in [] if args.no_times else list_cells(args.quick):
+        spent = time.perf_counter() - started
+        if spent > args.limit:
+            record["left_out"].append(p.label + (" carried" if carried else ""))
+            continue
+        # FlexAttention compiles for 10 to 20 seconds a cell
+        flex = args.flex == "all" or (args.flex == "key" and key and spent < 0.6 * args.limit)
+        names = ours + [n for n in peers if not carried and (n != "flex" or flex)]
+        record["cells"].append(run_cell(names, p, carried, args.quick or math.isfinite(args.limit)))
+        report.write_text(json.dumps(record, indent=1))
+        print(f"{time.perf_counter() - started:5.0f} s  {p.label}{' carried' if carried else ''}: "
+              + ", ".join(f"{n} {rate(record['cells'][-1], n)}" for n in names), flush=True)  # fmt: skip
+        torch.cuda.empty_cache()
     report.write_text(json.dumps(record, indent=1))
-    names = args.kernels + peers
     if record["cells"]:
-        draw(record["cells"], names, f"{record['device']}, torch {record['torch']}, triton {record['triton']}", args.out / "kernels.png")
+        title = f"{record['device']}, torch {record['torch']}, triton {record['triton']}; bf16, 16,384 tokens (or one row), width 2,048"
+        draw(record["cells"], ours + peers, title, args.out / "kernels.png")
+    report_of(record, ours, peers)
+    print(f"{time.perf_counter() - started:.0f} s; {report}")
+
+
+def list_cells(quick: bool) -> list[tuple[Problem, bool, bool]]:
+    """(problem, whether a hop in the middle of a ring, whether a key cell), those that matter most first."""
+    cells = [(p, False, p.seq in (2048, 16384) and p.dim in (64, 128) and p.mask in ("causal", "full") and p.heads == p.key_heads)
+             for p in grid(quick)]  # fmt: skip
+    for dim in (128, 64):
+        cells += [(Problem(1, 8192, 2048 // dim, 2048 // dim, dim, mask), c, False) for mask in ("full", "causal") for c in (False, True)]
+    unique = list({(p, carried): (p, carried, key) for p, carried, key in reversed(cells)}.values())
+    order = (128, 64, 256)
+    return sorted(unique, key=lambda c: (c[0].dim == 256, not (c[2] or c[1]), c[0].mask in ("causal", "full") and c[0].seq != 8192,
+                                         order.index(c[0].dim), -c[0].seq))  # fmt: skip
+
+
+def report_of(record: dict[str, Any], ours: list[str], peers: list[str]) -> None:
+    """The table and the list of what went wrong."""
+    names = ours + peers
     print(f"\n{record['device']}, torch {record['torch']}, triton {record['triton']}; TFLOP/s forward/backward")
     print(f"{'':44}" + "".join(f"{n:>11}" for n in names))
-    for cell in record["cells"]:
-        print(f"{name_of(cell):44}" + "".join(f"{rate(cell, n):>11}" for n in names))
+    place = {c["problem"]: i for i, c in enumerate(record["cells"])}
+    for cell in sorted(record["cells"], key=lambda c: (int(c["dim"]), c["mask"], int(c["heads"]) != int(c["key_heads"]), int(c["seq"]),
+                                                      place[c["problem"]], c["carried"])):  # fmt: skip
+        behind = [p for p in ("forward", "backward") if _best(cell, ours, p) < _best(cell, peers, p)]
+        note = f"  behind: {', '.join(behind)}" if behind else ""
+        print(f"{name_of(cell):44}" + "".join(f"{rate(cell, n):>11}" for n in names) + note)
+    if record["left_out"]:
+        print(f"left out for lack of time: {'; '.join(record['left_out'])}")
     bad = [r for r in record["checks"] if r["status"] in ("BAD", "FAIL")]
     print(f"checks: {len(record['checks'])}, of which bad: {len(bad)}")
     for r in bad:
@@ -198,9 +255,16 @@ def main() -> None:
         print(f"  {r['status']} {r['kernel']} {r['problem']} {r['dtype']} hops {r['hops']}: {what}")
     for cell in record["cells"]:
         for name, result in cell["results"].items():
-            if "failure" in result and name in args.kernels:
+            if "failure" in result and (name in ours or "ValueError" not in result["failure"]):
                 print(f"  FAIL {name} {cell['problem']}: {result['failure']}")
-    print(f"{time.perf_counter() - started:.0f} s; {report}")
+
+
+def _best(cell: dict[str, Any], names: list[str], phase: str) -> float:
+    return max((cell["results"][n][phase]["tflops"] for n in names if phase in cell["results"].get(n, {})), default=0.0)
+
+
+def _has_fa4() -> bool:
+    return importlib.util.find_spec("flash_attn") is not None and importlib.util.find_spec("flash_attn.cute") is not None
 
 
 if __name__ == "__main__":
