@@ -167,7 +167,8 @@ def draw(cells: list[dict[str, Any]], names: list[str], title: str, path: Path) 
             axis.set_title(f"{order[place]}: {phase}", fontsize=9)
             if column == 0:
                 axis.set_ylabel("TFLOP/s")
-    fig.legend([plt.Rectangle((0, 0), 1, 1, color=colours(i)) for i in range(len(shown))], shown, ncols=len(shown), loc="outside lower center")
+    patches = [plt.Rectangle((0, 0), 1, 1, color=colours(i)) for i in range(len(shown))]
+    fig.legend(patches, shown, ncols=len(shown), loc="outside lower center")
     fig.suptitle(title, fontsize=11)
     fig.savefig(path, dpi=110)
     plt.close(fig)

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -82,7 +83,7 @@ class TritonKernel:
             return None
         if q.device.type != "cuda" or torch.version.hip:
             return f"device {q.device}: the Triton kernel needs an NVIDIA GPU"
-        if architecture(torch.cuda.get_device_capability(q.device)) is None:
+        if _architecture(q.device.index) is None:
             return f"device {q.device}: the Triton kernel needs compute capability 8.0 or later"
         return None
 
@@ -354,10 +355,15 @@ def _factors(scale: float, softcap: float | None) -> tuple[float, float]:
 
 
 def _arch(t: Tensor) -> int:
-    arch = architecture(torch.cuda.get_device_capability(t.device))
+    arch = _architecture(t.device.index)
     if arch is None:
         raise ValueError(f"device {t.device}: the Triton kernel needs compute capability 8.0 or later")
     return arch
+
+
+@lru_cache(maxsize=64)
+def _architecture(device: int) -> int | None:
+    return architecture(torch.cuda.get_device_capability(device))
 
 
 def _on_device(t: Tensor) -> Any:
