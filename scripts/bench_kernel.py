@@ -209,7 +209,7 @@ def main() -> None:
             record["left_out"].append(p.label + (" carried" if carried else ""))
             continue
         # FlexAttention compiles for 10 to 20 seconds a cell
-        flex = args.flex == "all" or (args.flex == "key" and key and spent < 0.6 * args.limit)
+        flex = args.flex == "all" or (args.flex == "key" and key and spent < 0.5 * args.limit)
         names = ours + [n for n in peers if not carried and (n != "flex" or flex)]
         record["cells"].append(run_cell(names, p, carried, args.quick or math.isfinite(args.limit)))
         report.write_text(json.dumps(record, indent=1))
@@ -226,7 +226,8 @@ def main() -> None:
 
 def list_cells(quick: bool) -> list[tuple[Problem, bool, bool]]:
     """(problem, whether a hop in the middle of a ring, whether a key cell), those that matter most first."""
-    cells = [(p, False, p.seq in (2048, 16384) and p.dim in (64, 128) and p.mask in ("causal", "full") and p.heads == p.key_heads)
+    cells = [(p, False, p.seq == 16384 and p.dim in (64, 128) and p.mask in ("causal", "full") and p.heads == p.key_heads
+              or p.seq == 2048 and p.dim == 128 and p.mask == "causal" and p.heads == p.key_heads)
              for p in grid(quick)]  # fmt: skip
     for dim in (128, 64):
         cells += [(Problem(1, 8192, 2048 // dim, 2048 // dim, dim, mask), c, False) for mask in ("full", "causal") for c in (False, True)]
