@@ -6,6 +6,7 @@ Shapes as in ringattn/kernels/contract.py: q [B, Sq, H, D], k and v [B, Sk, Hkv,
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -252,7 +253,11 @@ def candidate(name: str, p: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tens
 
 
 def time_together(calls: dict[str, Callable[[], Any]], rounds: int, round_ms: float) -> dict[str, float]:
-    """Median milliseconds of each call: all take turns, ``rounds`` times for about ``round_ms`` each: clocks drift for all alike."""
+    """Median milliseconds of each call: all take turns, ``rounds`` times for about ``round_ms`` each: clocks drift for all alike.
+
+    In another order each time: clocks follow the power drawn some milliseconds before, so whoever comes after a hungrier one loses.
+    """
+    order = random.Random(0)
     repeats = {}
     for name, call in calls.items():
         for _ in range(2):
@@ -260,8 +265,8 @@ def time_together(calls: dict[str, Callable[[], Any]], rounds: int, round_ms: fl
         repeats[name] = max(2, min(200, round(round_ms / max(_milliseconds(call, 3), 1e-3))))
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
-        for name, call in calls.items():
-            samples[name].append(_milliseconds(call, repeats[name]))
+        for name in order.sample(list(calls), len(calls)):
+            samples[name].append(_milliseconds(calls[name], repeats[name]))
     return {name: statistics.median(x) for name, x in samples.items()}
 
 
