@@ -27,6 +27,8 @@ class Config:
     ``hoist``: let LLVM move loop-invariant code out of the loop (it moves matrix descriptors too, and then spills them).
     ``parts``: hold a head dim such as 96 as 64 + 32 instead of padding it to 128 (with pointers the second part costs too many
     registers).
+    ``registers``: the most that a thread may use, where that lets one more block run on a multiprocessor. What then spills must be
+    needed only before and after the loop (which it is not with softcap: there the limit is not set).
     """
 
     block_m: int
@@ -36,6 +38,13 @@ class Config:
     branch: bool = True
     hoist: bool = False
     parts: bool = False
+    registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The compiler's options."""
+        limit = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, "num_stages": self.stages, **limit}
 
 
 def head_widths(dim: int, parts: bool) -> tuple[int, int]:
@@ -121,6 +130,7 @@ _DESCRIPTORS_90: _Table = {
     ("forward", 256): C(128, 64, 8, 2),
     ("dkdv", 32): C(64, 64, 4, 2),
     ("dkdv", 64): C(64, 64, 4, 2),
+    ("dkdv", 64, "bounds"): C(64, 64, 4, 2, registers=168),  # of 202: three blocks a multiprocessor, as without a mask
     ("dkdv", 96): C(64, 64, 4, 2, parts=True),
     ("dkdv", 128): C(64, 64, 4, 2),
     ("dkdv", 192): C(64, 64, 8, 1, parts=True),
@@ -135,6 +145,7 @@ _DESCRIPTORS_90: _Table = {
 
 _DESCRIPTORS_100: _Table = {
     **_DESCRIPTORS_90,
+    ("dkdv", 64, "bounds"): C(64, 64, 4, 2),
     ("forward", 128): C(128, 128, 8, 2),
     ("forward", 256): C(64, 64, 8, 2),
     ("dkdv", 96): C(64, 64, 8, 2, parts=True),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -233,6 +233,8 @@ class TritonKernel:
         if kind not in self._choices:
             self._choices[kind] = list(self._choose(arch, op, dim, q.itemsize, mask, descriptors))
         c = self._choices[kind][0]
+        if cap:
+            c = replace(c, registers=None)
         w0, w1 = head_widths(dim, c.parts)
         constants = {
             **flags, "FULL": full, **({} if op == "dkdv" else {"EVEN": full and sk % c.block_n == 0}), "CAP": cap, "D": dim, "W0": w0,
@@ -253,7 +255,7 @@ class TritonKernel:
         if plan.compiled is not None:
             plan.compiled[(plan.grid, 1, 1)](*everything)
             return Launched(plan.compiled, (plan.grid, 1, 1), everything)
-        compiled = fn[(plan.grid,)](*args, **plan.constants, num_warps=plan.config.warps, num_stages=plan.config.stages)
+        compiled = fn[(plan.grid,)](*args, **plan.constants, **plan.config.options)
         if compiled is None:  # the interpreter
             return None
         assert tuple(plan.constants) == tuple(p.name for p in fn.params if p.is_constexpr)

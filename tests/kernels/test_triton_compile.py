@@ -107,7 +107,7 @@ def compile_variant(v: Variant) -> Any:
     }  # fmt: skip
     types, values, attributes = signature(v, c, function, constants)
     source = ASTSource(fn=function, signature=types, constexprs=values, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", v.arch, 32), options={"num_warps": c.warps, "num_stages": c.stages})
+    return triton.compile(source, target=GPUTarget("cuda", v.arch, 32), options=c.options)
 
 
 def disassemble(kernel: Any, folder: Path) -> str:
@@ -123,9 +123,11 @@ def test_compiles_well(v: Variant, tmp_path: Path) -> None:
     limit = SHARED_MEMORY_BYTES[89 if v.arch == 80 else v.arch]  # the table of sm_80 serves sm_89
     assert kernel.metadata.shared <= limit
     spills = len(re.findall(r"\bLDL", sass))
-    # With softcap a tile of tanh's slope lives beside p: the one exception on sm_90.
-    allowed = 12 if v.cap and v.op == "dkdv" else SPILL_LOADS[v.arch]
+    # With softcap a tile of tanh's slope lives beside p: the one exception on sm_90, but for lines that limit the registers.
+    allowed = 12 if v.cap and v.op == "dkdv" else 4 if v.choice().registers else SPILL_LOADS[v.arch]
     assert spills <= allowed, f"{spills} loads of spilled registers"
+    if v.choice().registers:  # what is loaded back is used after the loop only
+        assert "HGMMA" not in sass[sass.index("LDL") :]
     products = {90: r"\bHGMMA", 100: r"\bUTC\w*MMA"}.get(v.arch, r"\bHMMA")
     if v.arch == 90 and min(v.choice().block_m, v.choice().block_n) < 64:  # wgmma needs 64 rows
         products = r"\bH\w*MMA"
