@@ -18,13 +18,13 @@ import torch
 import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources, PTXASError
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ringattn.kernels.contract import LOG2_E, Bounds, Part, State
 from ringattn.kernels.replay import Launched, Replays
 from ringattn.kernels.triton_backward import attention_dkdv, attention_dq, attention_rows
 from ringattn.kernels.triton_configs import Config, Mask, Op, architecture, configs, head_widths
 from ringattn.kernels.triton_forward import attention_forward
+from ringattn.kernels.triton_launch import Plan, alignment, describable, row_strides, tensor_map, vector_length
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class TritonKernel:
         self._choose = choose
         self._choices: dict[Any, list[Config]] = {}
         self._compiled: dict[Any, Any] = {}
-        self._plans: dict[Any, _Plan] = {}
+        self._plans: dict[Any, Plan] = {}
         self._replays = Replays()
 
     def refusal(self, q: Tensor, k: Tensor, *, softcap: float | None, sinks: Tensor | None) -> str | None:
@@ -134,13 +134,13 @@ class TritonKernel:
             other = lse if dlse is None else dlse if dlse.stride(-1) == 1 else dlse.contiguous()
             width = max(16, triton.next_power_of_2(d))
             block = 32 if width <= 128 else 16
-            vec = _vector((out, dout))
-            args = (out, dout, lse, other, lse2, delta, sq, padded, h, *_strides(out, vec), *_strides(dout, vec),
+            vec = vector_length((out, dout))
+            args = (out, dout, lse, other, lse2, delta, sq, padded, h, *row_strides(out, vec), *row_strides(dout, vec),
                     lse.stride(0), lse.stride(1), other.stride(0), other.stride(1))  # fmt: skip
             constants = {"HAS_DLSE": dlse is not None, "D": d, "W": width, "BM": block, "VEC": vec, "INTERPRET": self.interpreted}
-            key = ("rows", out.device.index, *constants.values(), *(t.dtype for t in args[:4]), _alignment((out, dout)))
+            key = ("rows", out.device.index, *constants.values(), *(t.dtype for t in args[:4]), alignment((out, dout)))
             with _on_device(out):
-                launched = self._run(attention_rows, _Plan(key, key, Config(block, 0, 4, 1), b * h * (padded // block), constants), args)
+                launched = self._run(attention_rows, Plan(key, key, Config(block, 0, 4, 1), b * h * (padded // block), constants), args)
             self._replays.add(replay, addresses, launched)
         return Rows(lse2, delta, sq)
 
@@ -194,7 +194,7 @@ class TritonKernel:
         addressed = (*tiles, *pointers)
         key = (
             op, full, cap, *flags.values(), *(x for t in strided for x in (t.shape, t.stride())), *(t.dtype for t in addressed),
-            _alignment(strided), tiles[0].device.index,
+            alignment(strided), tiles[0].device.index,
         )  # fmt: skip
         with _on_device(tiles[0]):
             plan = self._plans.get(key)
@@ -220,16 +220,16 @@ class TritonKernel:
     def _plan(
         self, fn: Any, op: Op, full: bool, cap: bool, tiles: tuple[Tensor, ...], strided: tuple[Tensor, ...], flags: dict[str, bool],
         addressed: tuple[Tensor, ...],
-    ) -> _Plan:  # fmt: skip
+    ) -> Plan:  # fmt: skip
         """How to launch a kernel on tensors of these shapes and strides."""
         q, k = tiles[0], tiles[1]
         (b, sq, h, dim), (_, sk, hkv, _) = q.shape, k.shape
         arch = 80 if self.interpreted else _arch(q)
-        descriptors = not self.interpreted and q.itemsize == 2 and arch >= 90 and all(_describable(t) for t in tiles)
-        vec = _vector(strided)
+        descriptors = not self.interpreted and q.itemsize == 2 and arch >= 90 and all(describable(t) for t in tiles)
+        vec = vector_length(strided)
         mask: Mask = "full" if full else "bounds"
         kind = (op, mask, dim, q.dtype, q.device.index, cap, *flags.values(), vec, descriptors, *(t.dtype for t in addressed),
-                _alignment(strided[len(tiles) if descriptors else 0 :]))  # fmt: skip
+                alignment(strided[len(tiles) if descriptors else 0 :]))  # fmt: skip
         if kind not in self._choices:
             self._choices[kind] = list(self._choose(arch, op, dim, q.itemsize, mask, descriptors))
         c = self._choices[kind][0]
@@ -243,11 +243,11 @@ class TritonKernel:
         }  # fmt: skip
         grid = triton.cdiv(sk, c.block_n) * b * hkv if op == "dkdv" else triton.cdiv(sq, c.block_m) * b * h
         rows = (c.block_m, c.block_n, c.block_n, c.block_m)[: len(tiles)]
-        maps = [_tensor_map(t, n, w0, w1) for t, n in zip(tiles, rows, strict=True)] if descriptors else None
-        strides = tuple(x for t in strided for x in _strides(t, vec))
-        return _Plan((kind, c, constants.get("EVEN")), kind, c, grid, constants, strides, maps, c.block_m if op == "dkdv" else 0)
+        maps = [tensor_map(t, n, w0, w1) for t, n in zip(tiles, rows, strict=True)] if descriptors else None
+        strides = tuple(x for t in strided for x in row_strides(t, vec))
+        return Plan((kind, c, constants.get("EVEN")), kind, c, grid, constants, strides, maps, c.block_m if op == "dkdv" else 0)
 
-    def _run(self, fn: Any, plan: _Plan, args: tuple[Any, ...]) -> Launched | None:
+    def _run(self, fn: Any, plan: Plan, args: tuple[Any, ...]) -> Launched | None:
         """Launch; from the second launch of a kind on without Triton's inspection of arguments, which costs more than all the rest."""
         if plan.compiled is None:
             plan.compiled = self._compiled.get(plan.variant)
@@ -261,80 +261,6 @@ class TritonKernel:
         assert tuple(plan.constants) == tuple(p.name for p in fn.params if p.is_constexpr)
         plan.compiled = self._compiled[plan.variant] = compiled
         return Launched(compiled, (plan.grid, 1, 1), everything)
-
-
-@dataclass
-class _Plan:
-    """All about a launch that does not change from one to the next on tensors of equal shapes and strides."""
-
-    variant: Any  # which compiled kernel this is
-    kind: Any  # what its configuration was chosen for
-    config: Config
-    grid: int
-    constants: dict[str, Any]
-    strides: tuple[int, ...] = ()
-    maps: list[tuple[Any, ...]] | None = None  # of tiles read through descriptors: arguments of _Descriptor
-    line_rows: int = 0  # lines are read through descriptors too, this many rows at a time
-    compiled: Any = None
-
-    def loads(self, tiles: tuple[Tensor, ...], lines: tuple[Tensor, ...]) -> list[Any]:
-        """The arguments for what is read by tiles."""
-        if self.maps is None:
-            return [x for t in tiles for x in (t, t)] + list(lines)
-        loads: list[Any] = []
-        for t, (shape, strides, first, second) in zip(tiles, self.maps, strict=True):
-            loads += [_Descriptor(t, shape, strides, first), second and _Descriptor(t, shape, strides, second)]
-        if not self.line_rows:
-            return loads + list(lines)
-        for t in lines:
-            b, h, padded = t.shape
-            loads.append(_Descriptor(t, [b * h, padded], [padded, 1], [1, self.line_rows]))
-        return loads
-
-
-class _Descriptor(TensorDescriptor):
-    """A tensor descriptor without the checks of its base class: :func:`_describable` has made them."""
-
-    def __post_init__(self) -> None:
-        pass
-
-
-def _tensor_map(t: Tensor, rows: int, w0: int, w1: int) -> tuple[list[int], list[int], list[int], list[int] | None]:
-    """Shape and strides of [B, S, H, D] seen as [B, H, S, D], and the block of each part of a tile."""
-    b, s, h, d = t.shape
-    strides = [_stride(t, 0, d), _stride(t, 2, d), _stride(t, 1, d), 1]
-    return [b, h, s, d], strides, [1, 1, rows, w0], [1, 1, rows, w1] if w1 else None
-
-
-def _stride(t: Tensor, dim: int, otherwise: int) -> int:
-    """A dim's stride; of a dim of one element, whose stride may be anything, ``otherwise``."""
-    return t.stride(dim) if t.shape[dim] > 1 else otherwise
-
-
-def _strides(t: Tensor, vec: int) -> tuple[int, int, int]:
-    """(batch, sequence, head) strides in units of ``vec`` elements; 0 for a dim of one element."""
-    return _stride(t, 0, 0) // vec, _stride(t, 1, 0) // vec, _stride(t, 2, 0) // vec
-
-
-def _vector(tensors: Iterable[Tensor]) -> int:
-    """8 if all strides are multiples of 8 elements, else 1."""
-    return 8 if all(s % 8 == 0 for t in tensors for s in _strides(t, 1)) else 1
-
-
-def _alignment(tensors: Iterable[Tensor]) -> int:
-    """A bit for each tensor: whether it starts at a multiple of 16 bytes, for which Triton compiles a kernel of its own.
-
-    The kernels are declared not to care for the other pointers' alignment.
-    """
-    bits = 0
-    for t in tensors:
-        bits = bits * 2 + (t.data_ptr() % 16 == 0)
-    return bits
-
-
-def _describable(t: Tensor) -> bool:
-    """Whether the copy engine can read this tensor: 16-byte aligned, positive strides."""
-    return t.data_ptr() % 16 == 0 and all(s > 0 and s * t.itemsize % 16 == 0 for s in (_stride(t, d, 16) for d in range(3)))
 
 
 def _rows_contiguous(t: Tensor) -> Tensor:
