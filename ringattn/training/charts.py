@@ -125,15 +125,16 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 def tick_name(value: float, among: Sequence[float]) -> str:
     """A tick's label: with as many digits as tell the ticks apart, large numbers with k, M, G."""
     largest = max(abs(v) for v in among)
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if largest >= 2 * size:
-            return f"{value / size:.4g}{unit}" if value else "0"
     gap = abs(among[1] - among[0]) if len(among) > 1 else 0.0
-    if not gap:
+    if not value or not gap:
         return f"{value:.4g}"
     power = math.floor(math.log10(gap) + 1e-9)
-    digits = max(0, -power + (round(gap / 10.0**power, 3) == 2.5))
-    return f"{value:.{digits}f}" if digits < 7 else f"{value:.2g}"
+    half = round(gap / 10.0**power, 3) == 2.5  # steps of 2.5 take a digit more
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if largest >= 2 * size:
+            return f"{value / size:.{max(0, round(math.log10(size)) - power + half)}f}{unit}"
+    digits = max(0, -power + half)
+    return f"{value:.{digits}f}" if digits < 7 else f"{value:.{math.floor(math.log10(largest)) - power + 1 + half}g}"
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
