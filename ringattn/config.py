@@ -44,7 +44,7 @@ class TrainConfig:
 
     steps: int  # optimizer steps of the whole run: the learning-rate schedule ends here
     stop_after: int | None = None  # stop after this step with a checkpoint, the schedule unchanged
-    seq_len: int = 2048
+    seq_len: int = 2048  # tokens a row
     rows: int = 8  # rows a step, over all ranks
     micro_rows: int = 1  # rows a forward pass; more rows a step are accumulated
     val_every: int = 100  # steps between validations, 0 = none
@@ -57,27 +57,27 @@ class ParallelConfig:
 
     ring: int | None = None  # real ranks in a ring; null = the ranks that the other axes leave
     virtual: int = 1  # virtual shards on each rank of the ring
-    layout: str = "zigzag"
+    layout: str = "zigzag"  # contiguous | zigzag (equal causal work) | striped | chunk-striped
     exchange: str = "ring"  # ring | allgather (gather all KV at once: fewer, larger transfers, more memory)
-    ulysses: int = 1
+    ulysses: int = 1  # ranks that split the heads of each shard (DeepSpeed-Ulysses)
     transport: Literal["auto", "p2p", "push"] = "p2p"  # NCCL / gloo, or copy engines within a node; auto: push where all can
-    shard: int = 1
-    replicate: int = 1
+    shard: int = 1  # rings that share one copy of the parameters
+    replicate: int = 1  # copies of the parameters
     grad_sync: Literal["last", "each"] = "last"  # reduce gradients after the last micro-batch, or after each (less memory)
     reshard_after_forward: bool = True  # free a block's gathered parameters between forward and backward
-    timeout_s: float = 600.0
+    timeout_s: float = 600.0  # a rank that waits longer than this for the others gives up
 
 
 @dataclass
 class OptimConfig:
     """AdamW (arXiv 1711.05101) or SGD. ``weight_decay`` acts on matrices only; embeddings are matrices here, norms and sinks are not."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    lr: float = 3e-4
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
+    name: Literal["adamw", "sgd"] = "adamw"  # optimizer
+    lr: float = 3e-4  # highest learning rate
+    weight_decay: float = 0.1  # on matrices only (the embedding is one)
+    beta1: float = 0.9  # adamw
+    beta2: float = 0.95  # adamw
+    eps: float = 1e-8  # adamw
     momentum: float = 0.0  # sgd
     clip: float = 1.0  # largest global gradient norm, 0 = off
 
@@ -86,8 +86,8 @@ class OptimConfig:
 class ScheduleConfig:
     """The learning rate as a pure function of the step: warm-up, then cosine, warmup-stable-decay (arXiv 2404.06395) or constant."""
 
-    name: Literal["cosine", "wsd", "constant"] = "cosine"
-    warmup_steps: int = 100
+    name: Literal["cosine", "wsd", "constant"] = "cosine"  # shape after the warm-up
+    warmup_steps: int = 100  # linear from 0
     decay_steps: int = 0  # wsd: length of the final decay
     min_ratio: float = 0.1  # last learning rate / optim.lr
 
@@ -106,10 +106,10 @@ class LogConfig:
 
     dir: str = "runs"  # a run writes <dir>/<name>
     every: int = 10  # steps between console lines where the console is not a terminal
-    console: Literal["auto", "plain", "off"] = "auto"
-    tensorboard: bool = True
+    console: Literal["auto", "plain", "off"] = "auto"  # auto | plain (lines even on a terminal) | off
+    tensorboard: bool = True  # event files in the folder of the run
     wandb: Literal["off", "online", "offline"] = "off"  # Weights & Biases, with pip install "ringattn[wandb]"
-    wandb_project: str = "ringattn"
+    wandb_project: str = "ringattn"  # where W&B files the run
     report: bool = True  # report.html in the run's folder when it ends
 
 
@@ -120,15 +120,15 @@ class Config:
     train: TrainConfig
     model: ModelConfig
     data: DataConfig
-    name: str = "run"
-    seed: int = 0
+    name: str = "run"  # the folder of the run is <log.dir>/<name>; the same name goes on from its newest checkpoint
+    seed: int = 0  # initial weights and the order of the data
     resume: str = "auto"  # auto | never | path of a checkpoint or of a run
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    precision: Literal["auto", "fp64", "fp32", "bf16"] = "auto"
-    kernel: str = "auto"
-    activation: Literal["none", "block", "attention_saved"] = "none"
-    compile: bool = False
-    deterministic: bool = False
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is a GPU
+    precision: Literal["auto", "fp64", "fp32", "bf16"] = "auto"  # auto: bf16 with fp32 master weights on CUDA, fp32 on CPU
+    kernel: str = "auto"  # auto (the fastest that works here) | gluon | triton | torch | reference
+    activation: Literal["none", "block", "attention_saved"] = "none"  # recompute nothing, whole blocks, or all but attention
+    compile: bool = False  # torch.compile each block; attention stays an opaque node
+    deterministic: bool = False  # refuse operations without a fixed order of sums
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

@@ -26,23 +26,14 @@ class DataError(ValueError):
 
 @dataclass
 class DataConfig:
-    """The `data` section of a run's config.
+    """The `data` section of a run's config."""
 
-    ``kind``: ``stdlib`` (the source of Python's own standard library), ``text`` (any text files) or ``memmap`` (a folder written by
-    ``scripts/prepare_data.py``). ``path``: for ``text`` a file, a folder (all its files, hidden ones left out) or a glob; for
-    ``memmap`` the folder. ``positions``: ``restart`` counts from 0 in each document of a row, ``continue`` counts along the row.
-    ``mask_documents``: attention stays within a document; otherwise it sees the whole row (no label crosses a document's end either
-    way). ``val_fraction``: the share of documents that is held out, in [0, 1); 0 holds out none. ``verify``, for ``memmap``: ``full``
-    reads all tokens once at the start and compares their sha256, ``sizes`` compares lengths and offsets only, ``auto`` is ``full``
-    up to 1 GiB of tokens.
-    """
-
-    kind: str = "stdlib"
-    path: str = ""
-    positions: str = "restart"
-    mask_documents: bool = True
-    val_fraction: float = 0.01
-    verify: str = "auto"
+    kind: str = "stdlib"  # stdlib (the source of Python's own standard library) | text | memmap (written by scripts/prepare_data.py)
+    path: str = ""  # text: a file, a folder (all its files, hidden ones left out) or a glob; memmap: the folder
+    positions: str = "restart"  # restart: count from 0 in each document of a row | continue: count along the row
+    mask_documents: bool = True  # attention stays within a document, else it sees the whole row; no label ever crosses a document's end
+    val_fraction: float = 0.01  # share of documents held out, from 0 (none) to below 1
+    verify: str = "auto"  # memmap: full (read all, compare sha256) | sizes (lengths and offsets) | auto (full up to 1 GiB of tokens)
 
     def validate(self, problems: list[str], prefix: str = "data") -> None:
         """Append one message for each mistake that shows without opening any file."""

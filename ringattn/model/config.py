@@ -12,38 +12,27 @@ from ringattn import cost
 class ModelConfig:
     """The shape of one decoder of the Llama family.
 
-    ``vocab_size``  distinct tokens; 0 = take it from the data (the caller fills it in before building the model)
-    ``width`` E, ``layers``, ``heads`` H, ``kv_heads`` Hkv (H a multiple of Hkv), ``head_dim`` D (even; H * D need not equal E)
-    ``ffn_width`` F  hidden width of the SwiGLU feed-forward
-    ``rope_theta``   base of the rotary frequencies (arXiv 2104.09864)
-    ``qk_norm``      RMSNorm over D of every query and key head, before the rotation (arXiv 2302.05442, as in Qwen 3 and Gemma 3)
-    ``tied``         the output head is the embedding matrix
-    ``windows``      attention windows in tokens, a pattern repeated over the layers; 0 = full causal attention
-    ``softcap``      attention scores become ``c * tanh(s / c)`` (Gemma 2); 0 = off. The ``attend`` given to the model applies it.
-    ``sinks``        one learned attention sink for each head and layer (arXiv 2309.17453, as in gpt-oss)
-    ``init_std``     standard deviation of the initial weights; see :mod:`ringattn.model.init`
-    ``ffn_chunk``    tokens per chunk of the blockwise feed-forward (arXiv 2305.19370); 0 = whole and not recomputed
-    ``loss_chunk``   tokens per chunk of head and cross-entropy; at most [loss_chunk, vocab_size] logits exist at once
+    E width, H heads, Hkv kv_heads, D head_dim, F ffn_width. The ``attend`` given to the model applies softcap and sinks.
     """
 
-    name: str = "custom"
-    vocab_size: int = 0
-    width: int = 128
-    layers: int = 4
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 32
-    ffn_width: int = 512
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
-    qk_norm: bool = False
-    tied: bool = True
-    windows: list[int] = field(default_factory=lambda: [0])
-    softcap: float = 0.0
-    sinks: bool = False
-    init_std: float = 0.02
-    ffn_chunk: int = 0
-    loss_chunk: int = 1024
+    name: str = "custom"  # shown in the header of a run
+    vocab_size: int = 0  # distinct tokens; 0 = take it from the data (the caller fills it in before building the model)
+    width: int = 128  # E
+    layers: int = 4  # decoder blocks
+    heads: int = 4  # query heads, a multiple of kv_heads
+    kv_heads: int = 2  # key and value heads
+    head_dim: int = 32  # D, even; heads x head_dim need not equal width
+    ffn_width: int = 512  # hidden width of the SwiGLU feed-forward
+    rope_theta: float = 10_000.0  # base of the rotary frequencies (arXiv 2104.09864)
+    norm_eps: float = 1e-5  # of every RMSNorm
+    qk_norm: bool = False  # RMSNorm of every query and key head before the rotation (arXiv 2302.05442, as in Qwen 3 and Gemma 3)
+    tied: bool = True  # the output head is the embedding matrix
+    windows: list[int] = field(default_factory=lambda: [0])  # attention windows in tokens, repeated over the layers; 0 = full causal
+    softcap: float = 0.0  # attention scores become c * tanh(s / c) (Gemma 2); 0 = off
+    sinks: bool = False  # one learned attention sink for each head and layer (arXiv 2309.17453, as in gpt-oss)
+    init_std: float = 0.02  # standard deviation of the initial weights; see ringattn/model/init.py
+    ffn_chunk: int = 0  # tokens at once in the blockwise feed-forward (arXiv 2305.19370); 0 = whole, not recomputed
+    loss_chunk: int = 1024  # tokens at once in head and cross-entropy: at most [loss_chunk, vocab_size] logits exist
 
     @property
     def layer_windows(self) -> list[int]:
