@@ -12,7 +12,6 @@ Figures and the experiments behind the shapes below: FlashAttention-2 (arXiv 230
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,6 +33,7 @@ from ringattn.kernels.gluon_configs import (
     forward_constants,
 )
 from ringattn.kernels.gluon_launch import Launcher, TensorMap
+from ringattn.kernels.gluon_plan import Plan, make_plan, tiles
 from ringattn.kernels.replay import Replays
 
 if TYPE_CHECKING:
@@ -42,18 +42,6 @@ if TYPE_CHECKING:
 DTYPES = (torch.bfloat16, torch.float16)
 ROW_PADDING = 128  # rows of the backward's workspace come in multiples of the largest query tile
 HELPER_ROWS = 32  # rows of one program of the helper kernels
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A mask as the kernels read it, for query tiles of ``rows`` rows: see ``plan_kernel`` in gluon_helpers.py for the tables."""
-
-    lo: Tensor
-    hi: Tensor
-    query: Tensor
-    live: Tensor
-    key_rows: Tensor
-    keys: Tensor
 
 
 @dataclass
@@ -146,7 +134,7 @@ class GluonKernel:
         carry = 1 if not first else 2 if sinks is not None else 0
         # The last key tile must be whole, or zeros read from beyond the end would count as keys.
         masked = not (bounds.full and keys % KEY_BLOCK == 0)
-        row_tiles, key_tiles = _tiles(queries, config.rows), _tiles(keys, KEY_BLOCK)
+        row_tiles, key_tiles = tiles(queries, config.rows), tiles(keys, KEY_BLOCK)
 
         with _on_device(q):
             if masked:
@@ -247,7 +235,7 @@ class GluonKernel:
         keys, kv_heads = k.shape[1:3]
         config = self._backward_config or BACKWARD[head_dim]
         masked = not (bounds.full and keys % KEY_BLOCK == 0)
-        key_tiles = _tiles(keys, KEY_BLOCK)
+        key_tiles = tiles(keys, KEY_BLOCK)
         dout = dout if rows.dout is None else rows.dout
         if masked:
             plan = self._plan(bounds, (self._forward_config or FORWARD[head_dim]).rows)
@@ -335,34 +323,12 @@ class GluonKernel:
         return TensorMap(x, list(shape), list(strides), list(block), self._layouts[key])
 
 
-def make_plan(bounds: Bounds, rows: int, helpers: Any) -> Plan:
-    """The tables of a mask for query tiles of ``rows`` rows, one small kernel. ``helpers``: the module gluon_helpers."""
-    lo, hi, q_lo, q_hi = (x.contiguous() for x in (bounds.lo, bounds.hi, bounds.q_lo, bounds.q_hi))
-    (batch, queries), keys = lo.shape, q_lo.shape[1]
-    row_tiles, key_tiles = _tiles(queries, rows), _tiles(keys, KEY_BLOCK)
-    shapes = ((row_tiles, 4), (key_tiles,), (key_tiles + 1,), (key_tiles, 2), (key_tiles, 2, KEY_BLOCK))
-    sizes = [_tiles(batch * math.prod(shape), 4) * 4 for shape in shapes]  # each starts at a multiple of 16 bytes
-    parts = torch.empty(sum(sizes), dtype=torch.int32, device=lo.device).split(sizes)
-    query, live, rank, key_rows, table = (
-        part[: batch * math.prod(shape)].view(batch, *shape) for part, shape in zip(parts, shapes, strict=True)
-    )
-    helpers.plan_kernel[(batch,)](
-        lo, hi, q_lo, q_hi, query, live, rank, key_rows, table, queries, keys, row_tiles, key_tiles,
-        BM=rows, KEYS=KEY_BLOCK, TILES=16, num_warps=4,
-    )  # fmt: skip
-    return Plan(lo, hi, query, live, key_rows, table)
-
-
-def _tiles(length: int, tile: int) -> int:
-    return -(-length // tile)
-
-
-def _section(heads: int, tiles: int, programs: int) -> int:
+def _section(heads: int, per_head: int, programs: int) -> int:
     """How many heads are worked on side by side: a divisor of ``heads``, at least 4 or enough for ``programs`` programs if it can.
 
     Few heads share the L2 cache better; many let the heaviest tiles of all heads start first.
     """
-    wanted = max(4, _tiles(programs, tiles))
+    wanted = max(4, tiles(programs, per_head))
     return max(n for n in range(1, min(heads, wanted) + 1) if heads % n == 0)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ringattn.kernels import gluon_helpers
 from ringattn.kernels.contract import KEY_BLOCK, Bounds
-from ringattn.kernels.gluon_kernel import make_plan
+from ringattn.kernels.gluon_plan import make_plan
 
 
 def draw_bounds(rng: np.random.Generator, batch: int, queries: int, keys: int) -> Bounds:
