@@ -17,13 +17,12 @@ from ringattn.config import Config, TrainConfig, from_dict, to_dict
 from ringattn.data.config import DataConfig
 from ringattn.model.config import ModelConfig
 from ringattn.ring.layout import Layout
-from ringattn.ring.ring import Ring
 from ringattn.ring.schedule import make_schedule
 from ringattn.training import provenance
 from ringattn.training.charts import THEME, Line, line_chart
 from ringattn.training.metrics import FILE as METRICS
 from ringattn.training.metrics import read_lines
-from ringattn.training.ring_picture import draw_holders, draw_hops
+from ringattn.training.ring_picture import PicturedRing, draw_holders, draw_hops
 
 REPORT = "report.html"
 LARGEST_RING = 64  # of larger ones the hops are not worked out: a report must be quick
@@ -194,7 +193,7 @@ def _ring(config: Config, facts: dict[str, Any]) -> list[str]:
         documents = ids.repeat_interleave(torch.tensor([abs(n) for n in lengths]))
         parts.append(f'<p class="soft">hops of the first row; documents in its mask: {len(lengths)}</p>')
     for window in config.model.distinct_windows:
-        schedule = make_schedule(layout, Ring(virtual=size), window=window or None, documents=documents, exchange=p.exchange)
+        schedule = make_schedule(layout, PicturedRing(size), window=window or None, documents=documents, exchange=p.exchange)
         name = f"window {window:,}" if window else "full causal attention"
         parts.append(_figure(draw_hops(schedule, f"who works on what: {name}", virtual)))
     return parts

@@ -8,11 +8,20 @@ from __future__ import annotations
 import numpy as np
 
 from ringattn.ring.layout import Layout
+from ringattn.ring.ring import Ring
 from ringattn.ring.schedule import Schedule
 from ringattn.training.charts import svg, text
 
 SHOWN = 16  # shards and hops drawn; a larger ring is said to be larger
 MAX_CHUNKS = 512  # drawn in full; beyond that the first ones, enlarged
+
+
+class PicturedRing(Ring):
+    """All ``size`` shards in this process, whether or not torch.distributed is up: for schedules that are only looked at."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(virtual=size)
+        self.group, self.processes, self.rank, self.size, self.shards = None, 1, 0, size, range(size)
 
 
 def colour(shard: int, size: int) -> str:

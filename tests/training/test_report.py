@@ -104,6 +104,14 @@ def test_a_run_leaves_a_page_that_needs_nothing_else(finished: Path) -> None:
 
 
 @pytest.mark.ring
+def test_real_ranks_leave_the_same_page(ranks: Ranks, tmp_path: Path) -> None:
+    code, out, err = ranks.run(2, command_line, str(tmp_path), *TINY, "name=two", "parallel.virtual=2")
+    assert code == 0 and "no report" not in out, err
+    texts = read_page(tmp_path / "runs/two/report.html").texts
+    assert "who holds which positions: zigzag, 4 shards of 12" in texts and texts.count("rank 1 shard 2") == 2
+
+
+@pytest.mark.ring
 def test_the_page_can_be_made_again_and_from_less(finished: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     folder.mkdir()
