@@ -25,10 +25,13 @@ from test_launch import ROOT, TINY, command_line
 from ringattn import Layout, Ring, make_schedule
 from ringattn.config import ConfigError, from_dict, to_dict
 from ringattn.training.charts import MAX_POINTS, Line, line_chart, thinned, tick_name, ticks
+from ringattn.training.launch import Launch, process_group
+from ringattn.training.loop import train
 from ringattn.training.provenance import command_line as started_by
 from ringattn.training.provenance import document_lengths
 from ringattn.training.report import build_report, defaults, flat, write_report
 from ringattn.training.ring_picture import SHOWN, draw_holders, draw_hops, hop_lines
+from ringattn.training.run import assemble
 
 VOID = {"meta", "br", "hr", "img", "link"}
 
@@ -104,11 +107,20 @@ def test_a_run_leaves_a_page_that_needs_nothing_else(finished: Path) -> None:
 
 
 @pytest.mark.ring
-def test_real_ranks_leave_the_same_page(ranks: Ranks, tmp_path: Path) -> None:
-    code, out, err = ranks.run(2, command_line, str(tmp_path), *TINY, "name=two", "parallel.virtual=2")
-    assert code == 0 and "no report" not in out, err
-    texts = read_page(tmp_path / "runs/two/report.html").texts
-    assert "who holds which positions: zigzag, 4 shards of 12" in texts and texts.count("rank 1 shard 2") == 2
+def test_real_ranks_leave_the_same_page(ranks: Ranks, raw: Callable[..., dict[str, Any]]) -> None:
+    config = raw({"name": "two", "parallel.virtual": 2, "train.steps": 1})
+    ranks.run(2, train_and_close, config)
+    texts = read_page(Path(config["log"]["dir"]) / "two/report.html").texts
+    assert "who holds which positions: zigzag, 4 shards of 24" in texts and texts.count("rank 1 shard 2") == 3
+
+
+def train_and_close(launch: Launch, config: dict[str, Any]) -> None:
+    """A run from beginning to end on this rank."""
+    built = from_dict(config, world_size=launch.world_size)
+    with process_group(built, launch) as device:
+        run = assemble(built, device)
+        train(run)
+        run.close()
 
 
 @pytest.mark.ring
