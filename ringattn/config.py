@@ -33,7 +33,6 @@ __all__ = [
 # Values that the design names and this version does not run: refused by name, so that nobody waits for a silent fallback.
 NOT_OFFERED = {
     "parallel.layout": ("balanced",),
-    "activation": ("offload",),
     "precision": ("fp16", "fp8"),
 }
 
@@ -79,6 +78,7 @@ class OptimConfig:
     beta2: float = 0.95  # adamw
     eps: float = 1e-8  # adamw
     momentum: float = 0.0  # sgd
+    states: Literal["fp32", "bf16", "8bit"] = "fp32"  # adamw's moments; 8bit needs torchao
     clip: float = 1.0  # largest global gradient norm, 0 = off
 
 
@@ -126,7 +126,8 @@ class Config:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is a GPU
     precision: Literal["auto", "fp64", "fp32", "bf16"] = "auto"  # auto: bf16 with fp32 master weights on CUDA, fp32 on CPU
     kernel: str = "auto"  # auto (the fastest that works here) | gluon | triton | torch | reference
-    activation: Literal["none", "block", "attention_saved"] = "none"  # recompute nothing, whole blocks, or all but attention
+    activation: Literal["none", "block", "attention_saved", "offload"] = "none"  # recompute nothing, blocks, all but attention; or to the host
+    offload_gib: float | None = None  # activation=offload: host memory a rank may take; null: 80 % of what is free
     compile: bool = False  # torch.compile each block; attention stays an opaque node
     deterministic: bool = False  # refuse operations without a fixed order of sums
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -217,7 +218,10 @@ def _check_values(c: Config, problems: Problems) -> None:
     check(c.optim.beta1 < 1, "optim.beta1", "must be below 1")
     check(c.optim.beta2 < 1, "optim.beta2", "must be below 1")
     check(c.optim.momentum < 1, "optim.momentum", "must be below 1")
+    check(c.optim.states == "fp32" or c.optim.name == "adamw", "optim.states", "is for optim.name=adamw only")
+    check(c.optim.states == "fp32" or c.precision != "fp64", "optim.states", "needs fp32 parameters: not with precision=fp64")
     check(c.schedule.min_ratio <= 1, "schedule.min_ratio", "must be from 0 to 1")
+    check(c.offload_gib is None or 0 < c.offload_gib < math.inf, "offload_gib", "must be a number above 0, or null")
     check(c.kernel in KERNELS, "kernel", f"expected one of {', '.join(KERNELS)}")
     check(c.parallel.layout in LAYOUTS, "parallel.layout", f"expected one of {', '.join(LAYOUTS)}")
     check(c.parallel.exchange in EXCHANGES, "parallel.exchange", f"expected one of {', '.join(EXCHANGES)}")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ringattn.model.config import ModelConfig
 
 Convention = Literal["visible", "flash", "palm"]
-Policy = Literal["none", "block", "attention_saved"]
+Policy = Literal["none", "block", "attention_saved", "offload"]
 
 # Dense bf16 tensor-core peak, FLOP/s, from NVIDIA's data sheets (SXM unless named); the first pattern that matches counts.
 PEAK_FLOPS = [
@@ -117,6 +117,7 @@ def step_flops(
     is taken to save the blockwise feed-forward's output too, which is free: ``ringattn.model.FREE_TO_SAVE``). Raises
     ValueError if the convention's input is missing.
     """
+    policy = "none" if policy == "offload" else policy  # nothing is run again
     windows = model.layer_windows
     if convention == "visible":
         if pairs is None or len(pairs) != len(model.distinct_windows):

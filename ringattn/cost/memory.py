@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 # Parts, in the order in which they are shown.
 PARTS = ("weights", "gradients", "optimizer", "gathered", "activations", "transient", "kv_buffers", "logits", "batch", "workspace")
 
+CHOSEN_LOGITS = 251 << 20  # bytes of logits where model.loss_chunk is 0 (ringattn.model.loss)
+
 # What libraries take through the allocator once and keep (cuBLAS, on Hopper: 32 MiB a handle and stream, two of them in training).
 WORKSPACE = 64 * 2**20
 
@@ -53,7 +55,8 @@ def saved_bytes_per_token(model: ModelConfig, policy: Policy, compute_bytes: int
 
     ``none``: residual and normed input, rotated q and k, v (q and k before QK-norm too), attention's output and lse, the residual
     before the feed-forward and, unless that is blockwise, its normed input, gate and up, silu(gate) and their product.
-    ``block``: the block's input only. ``attention_saved``: that, attention's output and lse.
+    ``offload`` keeps the same, but of most layers on the host. ``block``: the block's input only. ``attention_saved``: that,
+    attention's output and lse.
     """
     m = model
     state = 8 if compute_bytes == 8 else 4
@@ -63,8 +66,9 @@ def saved_bytes_per_token(model: ModelConfig, policy: Policy, compute_bytes: int
     if policy == "attention_saved":
         return m.width * compute_bytes + attended
     qk = (m.heads + m.kv_heads) * m.head_dim * (2 if m.qk_norm else 1)
+    normed = 0 if m.ffn_chunk and not m.qk_norm else m.width  # q, k, v in one blockwise op save the residual input only
     ffn = m.width if m.ffn_chunk else 2 * m.width + 4 * m.ffn_width
-    return (2 * m.width + qk + m.kv_heads * m.head_dim + ffn) * compute_bytes + attended
+    return (m.width + normed + qk + m.kv_heads * m.head_dim + ffn) * compute_bytes + attended
 
 
 def forward_bytes(w: Work) -> int:
@@ -124,7 +128,9 @@ def phases(w: Work) -> dict[str, dict[str, int]]:
 
     saved = saved_bytes_per_token(m, w.policy, b)
     row = t * m.width * b
-    again = 0 if w.policy == "none" else t * (saved_bytes_per_token(m, "none", b) - saved)
+    loss_chunk = m.loss_chunk or CHOSEN_LOGITS // (m.vocab_size * wide)
+    layers = min(m.layers, 3) if w.policy == "offload" else m.layers  # two blocks stay while they are copied, one is at work
+    again = 0 if w.policy in ("none", "offload") else t * (saved_bytes_per_token(m, "none", b) - saved)
     # the selective policy keeps the last block's output too, which nothing else needs any more
     kept = row if w.policy == "attention_saved" and m.ffn_chunk else 0
     bounds = 16 * t * w.hops * len(m.distinct_windows)
@@ -149,19 +155,20 @@ def phases(w: Work) -> dict[str, dict[str, int]]:
     ring = ring if attention >= ffn + row else 0
     return {
         "forward": stays | {
-            "gathered": root_whole + block_whole, "gradients": earlier, "activations": t * (m.layers - 1) * saved + row,
+            "gathered": root_whole + block_whole, "gradients": earlier, "activations": t * (layers - 1) * saved + row,
             "transient": forward_bytes(w),
         },
         "loss": stays | {
-            "gathered": root_whole, "gradients": earlier, "activations": t * m.layers * saved + 3 * row,
-            # the sum of the weight's gradient; fp32 logits and their exponentials, and the chunk before in 16 bit
-            "logits": table * wide + min(t, m.loss_chunk) * m.vocab_size * (2 * wide + (b if t > m.loss_chunk else 0)),
+            "gathered": root_whole, "gradients": earlier, "activations": t * layers * saved + 3 * row,
+            # the sum of the weight's gradient, and fp32 logits in whose memory their gradient is made (as plain code has it, whose
+            # loss is in one piece, logits and exponentials)
+            "logits": table * wide + min(t, loss_chunk) * m.vocab_size * wide * (2 if t <= loss_chunk else 1),
         },
         "head backward": stays | {
-            "gathered": root_whole, "gradients": earlier, "activations": t * m.layers * saved + 3 * row, "logits": table * (wide + b),
+            "gathered": root_whole, "gradients": earlier, "activations": t * layers * saved + 3 * row, "logits": table * wide,
         },
         "last block": stays | {
-            "gathered": root_whole + block_whole, "gradients": earlier + table * b, "activations": t * m.layers * saved,
+            "gathered": root_whole + block_whole, "gradients": earlier + table * b, "activations": t * layers * saved,
             "transient": transient - ring, "kv_buffers": ring,
         },
         "first block": stays | {

@@ -74,8 +74,8 @@ def products(w: Work, m: Machine) -> tuple[float, float, float]:
         return sum(2 * t * k * n / m.matmul_rate(k, n, outer=outer) for k, n in shapes)
 
     every = [*attention, gate_up, down]
-    again = run([gate_up]) if c.ffn_chunk or w.policy != "none" else 0.0
-    if w.policy != "none":
+    again = run([gate_up]) if c.ffn_chunk or w.policy not in ("none", "offload") else 0.0
+    if w.policy not in ("none", "offload"):
         again += run(attention)
     if w.policy == "block" and c.ffn_chunk:
         again += run([gate_up, down])
@@ -92,7 +92,7 @@ def moved_bytes(w: Work) -> tuple[float, float, float]:
     backward_ffn = 14 * c.width * wide + 20 * c.ffn_width * b if c.ffn_chunk else (8 * c.width + 12 * c.ffn_width) * b
     backward = 10 * c.width * b + 1.2 * rotate + backward_ffn
     again = 0.0
-    if w.policy != "none":
+    if w.policy not in ("none", "offload"):
         again = attention + (0 if c.ffn_chunk else ffn) + (ffn if c.ffn_chunk and w.policy == "block" else 0)
     return t * (attention + ffn), t * backward, t * again
 
@@ -178,6 +178,6 @@ def step_time(w: Work, m: Machine) -> StepTime:
         + (2 * parameters_here * w.wide_bytes / (m.network_gbs * GB) if w.replicate > 1 else 0.0),
     }
     hops = w.hops * w.virtual - 1 if w.exchange == "ring" else w.virtual - 1
-    again_share = 1.0 if w.policy == "none" else 1.75  # checkpointing runs the block's Python a second time, under its own hooks
+    again_share = 1.0 if w.policy in ("none", "offload") else 1.75  # a block's Python runs twice, under hooks
     launches = c.layers * (m.host_layer_ms * again_share * 1e-3 + hops * m.host_hop_us * 1e-6)
     return StepTime(device, m.host_step_ms * 1e-3 + repeats * launches, there, back)

@@ -85,9 +85,10 @@ def work_of(config: Any, model: ModelConfig, world_size: int, *, compute_bytes: 
     p, t = config.parallel, config.train
     ring = config.ring_processes(world_size)
     tensors = 2 if config.optim.name == "adamw" else int(config.optim.momentum > 0)
+    state = {"fp32": 8 if compute_bytes == 8 else 4, "bf16": 2, "8bit": 1}[config.optim.states]
     return Work(
         model=model, seq_len=t.seq_len, rows=t.rows, micro_rows=t.micro_rows, ring=ring, virtual=p.virtual, ulysses=p.ulysses,
         shard=p.shard, replicate=p.replicate, layout=p.layout, exchange=p.exchange, policy=config.activation, documents=documents,
-        compute_bytes=compute_bytes, state_bytes=tensors * (8 if compute_bytes == 8 else 4), grad_sync=p.grad_sync,
+        compute_bytes=compute_bytes, state_bytes=tensors * state, grad_sync=p.grad_sync,
         reshard=p.reshard_after_forward,
     )

@@ -32,7 +32,9 @@ class ModelConfig:
     sinks: bool = False  # one learned attention sink for each head and layer (arXiv 2309.17453, as in gpt-oss)
     init_std: float = 0.02  # standard deviation of the initial weights; see ringattn/model/init.py
     ffn_chunk: int = 0  # tokens at once in the blockwise feed-forward (arXiv 2305.19370); 0 = whole, not recomputed
-    loss_chunk: int = 1024  # tokens at once in head and cross-entropy: at most [loss_chunk, vocab_size] logits exist
+    loss_chunk: int = 1024  # tokens at once in head and loss, at most [loss_chunk, vocab_size] logits exist; 0 = what fits 251 MiB
+    logit_softcap: float = 0.0  # output logits become c * tanh(z / c) before the loss (Gemma 2); 0 = off
+    z_loss: float = 0.0  # adds z_loss * (log of the softmax's denominator)^2 to each target's training loss (PaLM); 0 = off
 
     @property
     def layer_windows(self) -> list[int]:
@@ -51,9 +53,10 @@ class ModelConfig:
             if not ok:
                 problems.append(f"{prefix}.{key}={getattr(self, key)}: {allowed}")
 
-        for key in ("width", "layers", "heads", "kv_heads", "head_dim", "ffn_width", "loss_chunk"):
+        for key in ("width", "layers", "heads", "kv_heads", "head_dim", "ffn_width"):
             check(getattr(self, key) >= 1, key, "must be at least 1")
-        for key, meaning in (("vocab_size", "0 takes it from the data"), ("ffn_chunk", "0 means the whole sequence at once")):
+        for key, meaning in (("vocab_size", "0 takes it from the data"), ("ffn_chunk", "0 means the whole sequence at once"),
+                             ("loss_chunk", "0 chooses by memory")):
             check(getattr(self, key) >= 0, key, f"must be 0 or more ({meaning})")
         if self.kv_heads >= 1:
             check(self.heads % self.kv_heads == 0, "heads", f"must be a multiple of {prefix}.kv_heads={self.kv_heads}")
@@ -62,6 +65,8 @@ class ModelConfig:
         check(0 < self.norm_eps < 1, "norm_eps", "must lie between 0 and 1")
         check(0 < self.init_std < math.inf, "init_std", "must be a finite number above 0")
         check(0 <= self.softcap < math.inf, "softcap", "must be 0 (off) or a finite number above 0")
+        check(0 <= self.logit_softcap < math.inf, "logit_softcap", "must be 0 (off) or a finite number above 0")
+        check(0 <= self.z_loss < math.inf, "z_loss", "must be 0 (off) or a finite number above 0")
         check(len(self.windows) > 0, "windows", "needs at least one entry, e.g. [0] for full attention")
         check(all(w >= 0 for w in self.windows), "windows", "every entry must be 0 (full) or a number of tokens")
 

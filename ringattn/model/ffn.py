@@ -10,7 +10,8 @@ It is one registered op, ``torch.ops.ringattn.ffn``, for two reasons:
 - torch.compile sees a single node and cannot fuse the chunks back together.
 
 The backward pass takes 2 matrix products for the recomputation (gate, up) and 6 for the gradients. Weight gradients are summed over
-the chunks in fp32 (fp64 in fp64) and rounded once. Results depend on the chunk size only through the rounding of matrix products.
+the chunks in fp32 (fp64 in fp64) and rounded once. SwiGLU and the norm's backward are one kernel each (:mod:`ringattn.kernels.rowwise`),
+SwiGLU's in place over the recomputed values. Results depend on the chunk size only through the rounding of matrix products.
 
 Shapes: N tokens, E width, F hidden width.
 """
@@ -23,12 +24,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ringattn.kernels import rowwise
 from ringattn.kernels.contract import accumulate_dtype
 from ringattn.model.linalg import add_outer
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` of the two halves of the last dim."""
+    """``silu(gate) * up`` of the two halves of the last dim, for autograd."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -41,7 +43,7 @@ def blockwise_ffn(x: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor, eps: f
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for x_c, out_c in zip(x.reshape(-1, x.shape[-1]).split(chunk), out.view(-1, x.shape[-1]).split(chunk), strict=True):
-        hidden = swiglu(F.rms_norm(x_c, norm.shape, norm, eps) @ gate_up.t())
+        hidden = rowwise.swiglu(F.rms_norm(x_c, norm.shape, norm, eps) @ gate_up.t())
         torch.addmm(x_c, hidden, down.t(), out=out_c)
     return out
 
@@ -55,20 +57,11 @@ def _blockwise_ffn_backward(
     d_norm, d_gate_up, d_down = (torch.zeros_like(w, dtype=wide) for w in (norm, gate_up, down))
     rows = [t.reshape(-1, x.shape[-1]).split(chunk) for t in (d_out, x, d_x)]
     for d_out_c, x_c, d_x_c in zip(*rows, strict=True):
-        x_w = x_c.to(wide)
-        inv_rms = torch.rsqrt(x_w.square().mean(1, keepdim=True) + eps)
-        x_hat = x_w * inv_rms
-        n = (x_hat * norm).to(x.dtype)
-        gate, up = (n @ gate_up.t()).chunk(2, dim=1)
-        silu = F.silu(gate)
-        add_outer(d_down, d_out_c, silu * up)
-        d_hidden = d_out_c @ down
-        d_pre = torch.cat([torch.ops.aten.silu_backward(d_hidden * up, gate), d_hidden * silu], dim=1)
+        n = F.rms_norm(x_c, norm.shape, norm, eps)
+        hidden, d_pre = rowwise.swiglu_backward(n @ gate_up.t(), d_out_c @ down)  # both made in their arguments' memory
+        add_outer(d_down, d_out_c, hidden)
         add_outer(d_gate_up, d_pre, n)
-        d_n = (d_pre @ gate_up).to(wide)
-        d_norm += (d_n * x_hat).sum(0)
-        d_hat = d_n * norm
-        d_x_c.copy_(d_out_c + inv_rms * (d_hat - x_hat * (d_hat * x_hat).mean(1, keepdim=True)))
+        d_norm += rowwise.rms_norm_backward(d_pre @ gate_up, x_c, norm, eps, d_out_c, d_x_c)
     return d_x, d_norm.to(norm.dtype), d_gate_up.to(gate_up.dtype), d_down.to(down.dtype)
 
 

@@ -24,6 +24,7 @@ from ringattn.model import init
 from ringattn.model.config import ModelConfig
 from ringattn.model.ffn import blockwise_ffn, swiglu
 from ringattn.model.loss import Head
+from ringattn.model.qkv import blockwise_qkv
 from ringattn.model.rope import rope_phases, rotate
 
 # (q [B, S, H, D], k [B, S, Hkv, D], v [B, S, Hkv, D], schedule handle, sinks [H] or None) -> out [B, S, H, D].
@@ -69,13 +70,16 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """``x + out(attend(rotate(q), rotate(k), v))`` with q, k, v from RMSNorm(x); queries, keys and values are one matrix, in that order."""
+    """``x + out(attend(rotate(q), rotate(k), v))`` with q, k, v from RMSNorm(x); queries, keys and values are one matrix, in that order.
+
+    Blockwise (norm, matrix and rotation chunk by chunk, see :mod:`ringattn.model.qkv`) if the feed-forward is and there is no QK-norm.
+    """
 
     sinks: nn.Parameter | None
 
     def __init__(self, cfg: ModelConfig, attend: Attend) -> None:
         super().__init__()
-        self.attend = attend
+        self.attend, self.chunk = attend, cfg.ffn_chunk
         self.head_dim = cfg.head_dim
         self.splits = (cfg.heads, cfg.kv_heads, cfg.kv_heads)
         self.norm = RMSNorm(cfg.width, cfg.norm_eps)
@@ -86,13 +90,18 @@ class Attention(nn.Module):
         self.register_parameter("sinks", nn.Parameter(torch.full((cfg.heads,), math.nan)) if cfg.sinks else None)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, handle: int) -> Tensor:
-        qkv = rearrange(self.qkv(self.norm(x)), "b s (h d) -> b s h d", d=self.head_dim)
-        q, k, v = qkv.split(self.splits, dim=2)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)  # keeps qkv for the backward pass, so v may stay a part of it
+        if self.chunk and self.q_norm is None:
+            args = (self.norm.weight, self.qkv.weight, cos, sin, *self.splits[:2], self.norm.eps, self.chunk)
+            q, k, v = blockwise_qkv(x, *args)
         else:
-            v = v.contiguous()  # nothing else needs qkv any more; as a view v would keep all of it alive
-        attended = self.attend(rotate(q, cos, sin), rotate(k, cos, sin), v, handle, self.sinks)
+            qkv = rearrange(self.qkv(self.norm(x)), "b s (h d) -> b s h d", d=self.head_dim)
+            q, k, v = qkv.split(self.splits, dim=2)
+            if self.q_norm is not None and self.k_norm is not None:
+                q, k = self.q_norm(q), self.k_norm(k)  # keeps qkv for the backward pass, so v may stay a part of it
+            else:
+                v = v.contiguous()  # nothing else needs qkv any more; as a view v would keep all of it alive
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        attended = self.attend(q, k, v, handle, self.sinks)
         return x + self.out(rearrange(attended, "b s h d -> b s (h d)"))
 
 
@@ -151,7 +160,8 @@ class Transformer(nn.Module):
         self.embedding = Embedding(cfg.vocab_size, cfg.width)
         self.blocks = nn.ModuleList(Block(cfg, attend) for _ in range(cfg.layers))
         self.final_norm = RMSNorm(cfg.width, cfg.norm_eps)
-        self.head = Head(cfg.vocab_size, cfg.width, tied=cfg.tied, chunk=cfg.loss_chunk)
+        self.head = Head(cfg.vocab_size, cfg.width, tied=cfg.tied, chunk=cfg.loss_chunk, softcap=cfg.logit_softcap,
+                         z_loss=cfg.z_loss)  # fmt: skip
         self._schedule_of_layer = [cfg.distinct_windows.index(w) for w in cfg.layer_windows]
 
     def forward(self, tokens: Tensor, positions: Tensor, labels: Tensor, schedules: Sequence[int]) -> Tensor:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ringattn.config import Config, OptimConfig
+from ringattn.config import Config, ConfigError, OptimConfig
+from ringattn.training.half_states import HalfStateAdamW
 
 
 def learning_rate(config: Config, step: int) -> float:
@@ -49,19 +51,37 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimi
     ]
     groups = [g for g in groups if g["params"]]
     fused = all(p.is_cuda for p in parameters)
-    match config.name:
-        case "adamw":
+    match config.name, config.states:
+        case "adamw", "bf16":
+            betas = (config.beta1, config.beta2)
+            return HalfStateAdamW(groups, lr=config.lr, betas=betas, eps=config.eps)
+        case "adamw", "8bit":
+            return eight_bit_adamw(config, groups)
+        case "adamw", _:
             return torch.optim.AdamW(
                 groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused, foreach=not fused
             )
-        case "sgd":
+        case _:
             return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused, foreach=not fused)
+
+
+def eight_bit_adamw(config: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """torchao's AdamW, whose moments take 8 bits in blocks of 256 with one scale each (arXiv 2110.02861)."""
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as error:
+        raise ConfigError([f"optim.states=8bit: needs torchao, not importable here ({error}): pip install ringattn[ao]"]) from None
+    optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
+    return optimizer
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Every parameter group follows the one schedule."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        if isinstance(group["lr"], Tensor):  # torchao's, so that its compiled update is not compiled anew for each value
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

@@ -3,7 +3,8 @@
     1. meta        build without memory: a whole model need not fit into one process
     2. attend      the ring is closed over, so the model itself knows nothing of it
     3. activation  checkpointing inside of everything else: what is recomputed must see gathered parameters (4 and 5 are around it)
-    4. compile     one graph a block, checkpointing included, FSDP's hooks not: they stay eager around the compiled forward
+    4. compile     one graph a block, checkpointing included, FSDP's hooks not: they stay eager around the compiled forward; and so does
+                   offloading, which takes what the graph as a whole saves
     5. shard       FSDP2 over shard x ring, HSDP over replicate: every rank of a ring holds a share of the parameters, since each of
                    them sees other tokens and so contributes its own part of the gradient
     6. values      memory for this rank's shards only, then the one table of initial values, equal for every sharding
@@ -26,9 +27,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ringattn.config import Config, ConfigError
 from ringattn.kernels.select import select_kernel
 from ringattn.model.config import ModelConfig
-from ringattn.model.transformer import FREE_TO_SAVE, Attend, Transformer
+from ringattn.model.transformer import FREE_TO_SAVE, Attend, Block, Transformer
 from ringattn.ring.attention import attend
 from ringattn.training.mesh import Mesh
+from ringattn.training.offload import GIB, Offload, check_budget
 
 
 def precision(config: Config, device: torch.device) -> tuple[torch.dtype, torch.dtype]:
@@ -47,11 +49,16 @@ def precision(config: Config, device: torch.device) -> tuple[torch.dtype, torch.
 def build_model(config: Config, model_config: ModelConfig, mesh: Mesh, kernel: str) -> Transformer:
     """The model of ``config`` on this rank's share of ``mesh``, initialised from ``config.seed``. Every rank calls this."""
     master, compute = precision(config, mesh.device)
+    check_budget(config, model_config, mesh.ring.processes, compute.itemsize)
     with torch.device("meta"):
         model = Transformer(model_config, attend=ring_attend(model_config, kernel, config.deterministic)).to(master)
-    for block in model.blocks:
+    budget = None if config.offload_gib is None else int(config.offload_gib * GIB)
+    offload = Offload(model_config.layers, mesh.device, budget) if config.activation == "offload" else None
+    for i, block in enumerate(model.blocks):
+        assert isinstance(block, Block)
         forward = recompute(block.forward, config.activation)
-        block.forward = torch.compile(forward) if config.compile else forward  # type: ignore[method-assign,assignment]
+        forward = torch.compile(forward) if config.compile else forward
+        block.forward = forward if offload is None else offload.wrap(forward, block, i)  # type: ignore[method-assign]
     shard(model, config, mesh, compute if compute != master else None)
     model.to_empty(device=mesh.device)
     model.initialise(config.seed)
@@ -72,9 +79,10 @@ def recompute(forward: Callable[..., Tensor], activation: str) -> Callable[..., 
     """Activation checkpointing of one block.
 
     block            keep the block's input only; the backward pass runs the whole forward again, the ring's hops included
+    offload          nothing is recomputed; what is saved goes to the host (:mod:`ringattn.training.offload`)
     attention_saved  also keep what attention (and the blockwise feed-forward) put out, so that the ring never turns a second time
     """
-    if activation == "none":
+    if activation in ("none", "offload"):
         return forward
     saved = {torch.ops.ringattn.ring_forward.default, *FREE_TO_SAVE}
 

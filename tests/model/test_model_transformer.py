@@ -162,8 +162,8 @@ def test_neither_logits_nor_hidden_values_of_the_sequence(tied: bool) -> None:
     tokens, positions, labels = batch(cfg, 1, s)
     with Largest() as seen:
         model(tokens, positions, labels, [0]).backward()
-    qkv = s * (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
-    assert seen.numel == max(qkv, cfg.vocab_size * cfg.width) < s * cfg.ffn_width * 2 < s * cfg.vocab_size
+    widest = s * max(cfg.heads * cfg.head_dim, cfg.width)  # nor the packed queries, keys and values
+    assert seen.numel == max(widest, cfg.vocab_size * cfg.width) < s * cfg.ffn_width * 2 < s * cfg.vocab_size
 
 
 def test_compiles_without_a_break_and_without_recompiling_for_a_handle() -> None:
@@ -228,7 +228,7 @@ def test_phases_cast_to_16_bit_are_refused() -> None:
 
 
 def test_mistakes_are_listed_together() -> None:
-    bad = ModelConfig(heads=7, kv_heads=2, head_dim=9, windows=[], rope_theta=float("nan"), loss_chunk=0, softcap=-1.0, vocab_size=-3)
+    bad = ModelConfig(heads=7, kv_heads=2, head_dim=9, windows=[], rope_theta=float("nan"), loss_chunk=-1, softcap=-1.0, vocab_size=-3)
     problems: list[str] = []
     bad.validate(problems)
     assert len(problems) == 7 and "model.heads=7: must be a multiple of model.kv_heads=2" in problems

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ringattn.config import from_dict
+from ringattn.ring import attention, transport
+from ringattn.training import offload
 from ringattn.training.launch import Launch, process_group
 from ringattn.training.loop import train
 from ringattn.training.metrics import deterministic, read_lines
@@ -107,3 +109,33 @@ def trajectory(launch: Launch, raw: dict[str, Any], gradients: bool = True) -> d
 def lines_of(folder: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without timings."""
     return [deterministic(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+POLICIES = ("none", "block", "attention_saved", "offload")
+
+
+def with_policies(launch: Launch, raw: dict[str, Any]) -> dict[str, Any]:
+    """One run of each activation policy: losses, the first step's whole gradients, calls of ring attention (both ways) and transfers."""
+    found = {}
+    for policy in POLICIES:
+        calls = {"attention": 0, "transfers": 0}
+
+        def counted(function: Callable[..., Any], kind: str, calls: dict[str, int] = calls) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                calls[kind] += 1
+                return function(*args, **kwargs)
+
+            return call
+
+        find, post = attention.find_schedule, transport.PointToPoint.post
+        attention.find_schedule = counted(find, "attention")
+        transport.PointToPoint.post = counted(post, "transfers")  # type: ignore[method-assign]
+        smallest, offload.SMALLEST = offload.SMALLEST, 1
+        try:
+            result = trajectory(launch, merged(raw, {"activation": policy, "name": policy}))
+        finally:
+            attention.find_schedule, transport.PointToPoint.post = find, post  # type: ignore[method-assign]
+            offload.SMALLEST = smallest
+        gradients = {name: steps[0] for name, steps in result["gradients"].items()}
+        found[policy] = calls | {"loss": [line["loss"] for line in result["lines"]], "gradients": gradients}
+    return found
