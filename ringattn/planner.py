@@ -20,7 +20,8 @@ from ringattn.config import Config, ConfigError, from_dict
 from ringattn.cost import GIB, Machine, Memory, StepTime, Work
 
 Wish = Literal["fastest", "longest"]
-POLICIES = ("none", "attention_saved", "block", "offload")  # from the fastest to the smallest
+# From the fastest to the smallest. Offloading is planned where asked for only: a profile does not say what the host has left.
+POLICIES = ("none", "attention_saved", "block")
 SEARCHED = ("parallel.ring", "parallel.ulysses", "parallel.shard", "parallel.replicate", "parallel.layout", "activation", "model.ffn_chunk")
 GRANULE = 1024  # lengths are multiples of this times twice the ring
 

@@ -49,7 +49,6 @@ def composed(*overrides: str) -> dict[str, Any]:
         ({"model.windows": 64}, 1, "model.windows=64: expected a list of whole numbers"),
         ({"precision": "fp16"}, 1, "precision=fp16: is not offered by this version"),
         ({"precision": "half"}, 1, "precision='half': expected one of auto, fp64, fp32, bf16"),
-        ({"activation": "offload"}, 1, "activation=offload: is not offered by this version"),
         ({"parallel.layout": "balanced"}, 1, "parallel.layout=balanced: is not offered by this version"),
         ({"parallel.exchange": "mesh"}, 1, "parallel.exchange=mesh: expected one of ring, allgather"),
         ({"parallel.ulysses": 2}, 1, "parallel.ulysses=2: is not offered by this version, only 1 is"),
