@@ -126,7 +126,7 @@ class Config:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is a GPU
     precision: Literal["auto", "fp64", "fp32", "bf16"] = "auto"  # auto: bf16 with fp32 master weights on CUDA, fp32 on CPU
     kernel: str = "auto"  # auto (the fastest that works here) | gluon | triton | torch | reference
-    activation: Literal["none", "block", "attention_saved", "offload"] = "none"  # recompute nothing, blocks, all but attention; or to the host
+    activation: Literal["none", "block", "attention_saved", "offload"] = "none"  # recompute nothing, blocks, all but attention; host
     offload_gib: float | None = None  # activation=offload: host memory a rank may take; null: 80 % of what is free
     compile: bool = False  # torch.compile each block; attention stays an opaque node
     deterministic: bool = False  # refuse operations without a fixed order of sums
