@@ -47,8 +47,8 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak stays below what the GPU has to offer."""
-        return self.memory.peak <= self.machine.usable_bytes
+        """Whether the peak stays below what the GPU has to offer, and what waits on the host below what that has."""
+        return self.memory.peak <= self.machine.usable_bytes and cost.host_bytes(self.work) <= self.machine.host_gib * GIB
 
     @property
     def tokens_per_s(self) -> float:

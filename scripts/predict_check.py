@@ -83,7 +83,10 @@ K = 1024
 CASES = [
     *(Case("125m", 12, 8 * K, policy, SMALL) for policy in ("none", "block", "attention_saved")),
     *(Case("1b", 16, 8 * K, policy, OLMO) for policy in ("none", "block", "attention_saved")),
-    *(Case("1b", 4, 32 * K, policy, OLMO) for policy in ("none", "block", "attention_saved")),
+    *(Case("1b", 4, 32 * K, policy, OLMO) for policy in ("none", "block", "attention_saved", "offload")),
+    Case("1b", 16, 8 * K, "offload", OLMO),
+    Case("8b", 2, 32 * K, "offload", LLAMA),
+    Case("1b", 4, 128 * K, "offload", OLMO),
     Case("8b", 2, 8 * K, "none", LLAMA),
     Case("8b", 2, 32 * K, "attention_saved", LLAMA),
     Case("125m", 12, 32 * K, "none", SMALL),

@@ -24,12 +24,12 @@ from ringattn.cost.flops import (
     visible_pairs,
 )
 from ringattn.cost.machine import GIB, MACHINES, Machine, find_machine, machine_of
-from ringattn.cost.memory import Memory, memory, saved_bytes_per_token
+from ringattn.cost.memory import Memory, host_bytes, memory, saved_bytes_per_token
 from ringattn.cost.time import Hop, StepTime, step_time
 from ringattn.cost.work import Work, work_of
 
 __all__ = [
-    "GIB", "MACHINES", "PEAK_FLOPS", "Convention", "Flops", "Hop", "Machine", "Memory", "Policy", "StepTime", "Work", "block_parameters",
-    "find_machine", "machine_of", "memory", "mfu", "papers", "parameters", "peak_flops", "saved_bytes_per_token", "step_flops", "step_time",
-    "visible_pairs", "work_of",
+    "Convention", "Flops", "GIB", "Hop", "MACHINES", "Machine", "Memory", "PEAK_FLOPS", "Policy", "StepTime", "Work",
+    "block_parameters", "find_machine", "host_bytes", "machine_of", "memory", "mfu", "papers", "parameters", "peak_flops",
+    "saved_bytes_per_token", "step_flops", "step_time", "visible_pairs", "work_of",
 ]

@@ -5,7 +5,7 @@ the peak, and its parts are what :func:`memory` returns. The moments:
 
     forward         the last block runs: the activations of all before it, and what one block needs
     loss            the end of the forward pass: every layer's activations, a chunk of logits, the head's gradient sum
-    head backward   the head's gradient is scaled and rounded while its sum is still there
+    head backward   the head's gradient is scaled and rounded in the memory of its sum, which it keeps until it is reduced
     last block      its backward begins: all activations, and what one block needs to run again and to go back
     first block     its backward ends: one block's activations, the gradients of all others
     reduction       gradients of embedding and head are reduced in fp32: nothing of the sequence is left
@@ -26,10 +26,9 @@ if TYPE_CHECKING:
 # Parts, in the order in which they are shown.
 PARTS = ("weights", "gradients", "optimizer", "gathered", "activations", "transient", "kv_buffers", "logits", "batch", "workspace")
 
-CHOSEN_LOGITS = 251 << 20  # bytes of logits where model.loss_chunk is 0 (ringattn.model.loss)
-
 # What libraries take through the allocator once and keep (cuBLAS, on Hopper: 32 MiB a handle and stream, two of them in training).
 WORKSPACE = 64 * 2**20
+IN_FLIGHT = 3  # activation=offload: blocks whose saved tensors are on the device at once, on their way out or back
 
 
 class Memory(NamedTuple):
@@ -53,10 +52,9 @@ class Memory(NamedTuple):
 def saved_bytes_per_token(model: ModelConfig, policy: Policy, compute_bytes: int) -> int:
     """Activations that one layer keeps from forward to backward, bytes a token.
 
-    ``none``: residual and normed input, rotated q and k, v (q and k before QK-norm too), attention's output and lse, the residual
-    before the feed-forward and, unless that is blockwise, its normed input, gate and up, silu(gate) and their product.
-    ``offload`` keeps the same, but of most layers on the host. ``block``: the block's input only. ``attention_saved``: that,
-    attention's output and lse.
+    ``none``: residual input, rotated q and k, v (q and k before QK-norm too), attention's output and lse, the residual before the
+    feed-forward and, unless both are blockwise, the normed inputs, gate and up, silu(gate) and their product. ``offload``: the same,
+    on the host. ``block``: the block's input only. ``attention_saved``: that, attention's output and lse.
     """
     m = model
     state = 8 if compute_bytes == 8 else 4
@@ -66,9 +64,9 @@ def saved_bytes_per_token(model: ModelConfig, policy: Policy, compute_bytes: int
     if policy == "attention_saved":
         return m.width * compute_bytes + attended
     qk = (m.heads + m.kv_heads) * m.head_dim * (2 if m.qk_norm else 1)
-    normed = 0 if m.ffn_chunk and not m.qk_norm else m.width  # q, k, v in one blockwise op save the residual input only
     ffn = m.width if m.ffn_chunk else 2 * m.width + 4 * m.ffn_width
-    return (m.width + normed + qk + m.kv_heads * m.head_dim + ffn) * compute_bytes + attended
+    normed = 1 if m.ffn_chunk and not m.qk_norm else 2
+    return (normed * m.width + qk + m.kv_heads * m.head_dim + ffn) * compute_bytes + attended
 
 
 def forward_bytes(w: Work) -> int:
@@ -80,10 +78,13 @@ def forward_bytes(w: Work) -> int:
     m, b, t, wide = w.model, w.compute_bytes, w.tokens, w.wide_bytes
     q, k = m.heads * m.head_dim, m.kv_heads * m.head_dim
     rotation = max(2 * wide * q, q * b + 2 * wide * k)
-    attended = (2 * q + k) * b + ((q + 2 * m.heads) * wide + 2 * k * b if w.hops > 1 else 0)
-    attention = (q + 3 * k) * b + max(rotation, attended)
+    state = (q + 2 * m.heads) * wide + 2 * k * b if w.hops > 1 else 0
+    if w.blockwise_qkv:  # q, k, v and attention's output; then the output's product and the sum with the residual
+        attention = (2 * q + 2 * k) * b + max(state, 2 * m.width * b)
+    else:
+        attention = (q + 3 * k) * b + max(rotation, (2 * q + k) * b + state)
     rows = min(t, m.ffn_chunk) if m.ffn_chunk else t
-    ffn = rows * 4 * m.ffn_width * b + t * m.width * b
+    ffn = rows * 4 * m.ffn_width * b + t * m.width * b * (2 if m.ffn_chunk else 1)
     return max(t * attention, ffn)
 
 
@@ -93,7 +94,7 @@ def ffn_bytes(w: Work) -> int:
     if not m.ffn_chunk:
         return t * 2 * m.ffn_width * b  # gradients of the product and of its two factors, the product itself being gone
     rows, weights = min(t, m.ffn_chunk), 3 * m.width * m.ffn_width
-    chunk = rows * (11 * m.ffn_width * b + m.width * (5 * w.wide_bytes + 2 * b))
+    chunk = rows * (3 * m.ffn_width + 4 * m.width) * b  # gate and up, their gradients in their place; norm and its gradient
     return t * m.width * b + weights * w.wide_bytes + max(chunk, weights * b)
 
 
@@ -128,12 +129,11 @@ def phases(w: Work) -> dict[str, dict[str, int]]:
 
     saved = saved_bytes_per_token(m, w.policy, b)
     row = t * m.width * b
-    loss_chunk = m.loss_chunk or CHOSEN_LOGITS // (m.vocab_size * wide)
-    layers = min(m.layers, 3) if w.policy == "offload" else m.layers  # two blocks stay while they are copied, one is at work
     again = 0 if w.policy in ("none", "offload") else t * (saved_bytes_per_token(m, "none", b) - saved)
     # the selective policy keeps the last block's output too, which nothing else needs any more
     kept = row if w.policy == "attention_saved" and m.ffn_chunk else 0
     bounds = 16 * t * w.hops * len(m.distinct_windows)
+    here = min(m.layers, IN_FLIGHT) if w.policy == "offload" else m.layers  # layers whose saved tensors are on the device
     stays = {
         "weights": sharded * master, "optimizer": sharded * w.state_bytes, "workspace": WORKSPACE,
         "batch": t * (3 * 8 + m.head_dim * wide) + bounds,
@@ -155,32 +155,38 @@ def phases(w: Work) -> dict[str, dict[str, int]]:
     ring = ring if attention >= ffn + row else 0
     return {
         "forward": stays | {
-            "gathered": root_whole + block_whole, "gradients": earlier, "activations": t * (layers - 1) * saved + row,
+            "gathered": root_whole + block_whole, "gradients": earlier, "activations": t * (here - 1) * saved + row,
             "transient": forward_bytes(w),
         },
         "loss": stays | {
-            "gathered": root_whole, "gradients": earlier, "activations": t * layers * saved + 3 * row,
-            # the sum of the weight's gradient, and fp32 logits in whose memory their gradient is made (as plain code has it, whose
-            # loss is in one piece, logits and exponentials)
-            "logits": table * wide + min(t, loss_chunk) * m.vocab_size * wide * (2 if t <= loss_chunk else 1),
+            "gathered": root_whole, "gradients": earlier, "activations": t * here * saved + 3 * row,
+            "logits": table * wide + w.loss_rows * m.vocab_size * wide,  # the sum of the weight's gradient, and fp32 logits
         },
         "head backward": stays | {
-            "gathered": root_whole, "gradients": earlier, "activations": t * layers * saved + 3 * row, "logits": table * wide,
+            "gathered": root_whole, "gradients": earlier, "activations": t * here * saved + 3 * row, "logits": table * wide,
         },
         "last block": stays | {
-            "gathered": root_whole + block_whole, "gradients": earlier + table * b, "activations": t * layers * saved,
+            "gathered": root_whole + block_whole, "gradients": earlier + table * wide, "activations": t * here * saved,
             "transient": transient - ring, "kv_buffers": ring,
         },
         "first block": stays | {
             "gathered": root_whole + block_whole,
-            "gradients": earlier_root + table * b + blocks * master * (m.layers - 1) // m.layers + block * b,
-            "activations": t * saved, "transient": transient - kept - ring, "kv_buffers": ring,
+            "gradients": earlier_root + table * wide + blocks * master * (m.layers - 1) // m.layers + block * b,
+            "activations": t * saved * (min(here, 2) if w.policy == "offload" else 1),
+            "transient": transient - kept - ring, "kv_buffers": ring,
         },
         "reduction": stays | {
             "gathered": root_whole,
-            "gradients": blocks * master + root * b + earlier_root + reduced,
+            "gradients": blocks * master + root * b + table * (wide - b) + earlier_root + reduced,
         },
     }
+
+
+def host_bytes(w: Work) -> int:
+    """Pinned host memory that activation=offload takes on a rank: all layers' saved tensors but the last one's."""
+    if w.policy != "offload":
+        return 0
+    return w.tokens * (w.model.layers - 1) * saved_bytes_per_token(w.model, "none", w.compute_bytes)
 
 
 def memory(w: Work) -> Memory:

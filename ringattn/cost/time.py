@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 from ringattn.cost.flops import block_parameters, parameters
 from ringattn.cost.machine import GB, Machine
+from ringattn.cost.memory import saved_bytes_per_token
 from ringattn.cost.work import Work
 
-# Bytes for each logit of a chunk in fp32, whole tensors: written, read for the maximum, exponentials of the difference, summed, the
-# gradient's exponentials, rounded to 16 bit; with a broadcast operand: two differences and the mask.
-LOGIT_BYTES, LOGIT_BYTES_BROADCAST = 34, 24
+# Bytes for each logit of a chunk in fp32: written by the product, read twice by one kernel, which leaves the gradient in 16 bit.
+LOGIT_BYTES = 14
+# Of a copy's rate, what the fused row kernels (norm and rotation backward, SwiGLU) reach together (scripts/memory_parts.py).
+FUSED = 0.65
 # Bytes for each parameter of an update: AdamW reads four and writes three fp32 tensors, the norm reads one, clipping reads and writes it.
 UPDATE_BYTES = 28 + 4 + 8
 # Bytes for each gathered parameter: fp32 read, 16 bit written, copied out; its gradient rounded up, reduced, laid out again.
@@ -74,25 +76,34 @@ def products(w: Work, m: Machine) -> tuple[float, float, float]:
         return sum(2 * t * k * n / m.matmul_rate(k, n, outer=outer) for k, n in shapes)
 
     every = [*attention, gate_up, down]
-    again = run([gate_up]) if c.ffn_chunk or w.policy not in ("none", "offload") else 0.0
-    if w.policy not in ("none", "offload"):
+    recomputed = w.policy in ("block", "attention_saved")
+    again = run([gate_up]) if c.ffn_chunk or recomputed else 0.0
+    if recomputed:
         again += run(attention)
     if w.policy == "block" and c.ffn_chunk:
         again += run([gate_up, down])
     return run(every), run(every) + run(every, outer=True), again
 
 
-def moved_bytes(w: Work) -> tuple[float, float, float]:
-    """Bytes that the elementwise work of one layer moves in one micro-batch: forward, backward, run again."""
+def moved_bytes(w: Work, strided: float, whole: float) -> tuple[float, float, float]:
+    """Bytes that the elementwise work of one layer moves in one micro-batch: forward, backward, run again; as at the rate ``strided``."""
     c, t, b, wide = w.model, w.tokens, w.compute_bytes, w.wide_bytes
     q, k = c.heads * c.head_dim, c.kv_heads * c.head_dim
     rotate = (q + k) * (2 * (b + wide) + 3 * wide + 2 * wide + wide + b)  # four products, two sums, a concatenation, a rounding
-    attention = 2 * c.width * b + rotate + 2 * k * b + 3 * c.width * b
-    ffn = (2 * c.width + 2 * c.ffn_width + 3 * c.ffn_width + 3 * c.width) * b
-    backward_ffn = 14 * c.width * wide + 20 * c.ffn_width * b if c.ffn_chunk else (8 * c.width + 12 * c.ffn_width) * b
-    backward = 10 * c.width * b + 1.2 * rotate + backward_ffn
+    attention: float = 2 * c.width * b + rotate + 2 * k * b + 3 * c.width * b
+    ffn: float = (2 * c.width + 2 * c.ffn_width + 3 * c.ffn_width + 3 * c.width) * b
+    backward_ffn: float = (8 * c.width + 12 * c.ffn_width) * b
+    if c.ffn_chunk:  # row kernels: rates below are those of strided work, so their bytes count less
+        share = strided / (FUSED * whole)
+        ffn = (5 * c.width + 3 * c.ffn_width) * b * share
+        backward_ffn = (7 * c.width + 6 * c.ffn_width) * b * share
+    if w.blockwise_qkv:
+        attention = (5 * c.width + 2 * (q + 2 * k)) * b * share
+        backward = (9 * c.width + 2 * (q + 2 * k)) * b * share + backward_ffn
+    else:
+        backward = 10 * c.width * b + 1.2 * rotate + backward_ffn
     again = 0.0
-    if w.policy not in ("none", "offload"):
+    if w.policy in ("block", "attention_saved"):
         again = attention + (0 if c.ffn_chunk else ffn) + (ffn if c.ffn_chunk and w.policy == "block" else 0)
     return t * (attention + ffn), t * backward, t * again
 
@@ -140,6 +151,9 @@ def exposed(w: Work, m: Machine, there: Hop, back: Hop, block_s: float) -> float
     if w.ulysses > 1:
         heads = 2 * (c.heads + c.kv_heads) * c.head_dim
         seconds += c.layers * 2 * w.tokens * heads * w.compute_bytes * (1 - 1 / w.ulysses) / link_rate(w, m, w.ulysses)
+    if w.policy == "offload":  # out beside the forward pass, back beside the backward pass, which takes about twice as long
+        copied = w.tokens * saved_bytes_per_token(c, "none", w.compute_bytes) / (m.host_gbs * GB)
+        seconds += (c.layers - 1) * (max(0.0, copied - block_s) + max(0.0, copied - 2 * block_s))
     if w.shard_ranks > 1:
         block = sum(block_parameters(c).values())
         width = m.link_gbs if w.shard_ranks <= m.node_gpus else min(m.link_gbs, m.network_gbs * m.node_gpus)
@@ -155,12 +169,11 @@ def step_time(w: Work, m: Machine) -> StepTime:
     c, t = w.model, w.tokens
     moved, strided = m.memory_gbs * GB, m.strided_gbs * GB
     forward, backward, again = products(w, m)
-    moved_forward, moved_backward, moved_again = (x / strided for x in moved_bytes(w))
+    moved_forward, moved_backward, moved_again = (x / strided for x in moved_bytes(w, strided, moved))
     attended, attended_back, there, back = attention_time(w, m)
     table = c.vocab_size * c.width
     head = 2 * t * table * (2 / m.matmul_rate(c.width, c.vocab_size) + 1 / m.matmul_rate(c.width, c.vocab_size, outer=True))
-    head += t * (c.vocab_size * LOGIT_BYTES + 12 * c.width * w.compute_bytes) / moved + 2 * table * 6 / moved
-    head += t * c.vocab_size * LOGIT_BYTES_BROADCAST / strided
+    head += t * (c.vocab_size * LOGIT_BYTES + 12 * c.width * w.compute_bytes) / moved + 2 * table * 10 / moved
     repeats = w.micro_batches
     parameters_here = sum(parameters(c).values()) / w.shard_ranks
     whole = sum(parameters(c).values())
@@ -173,7 +186,7 @@ def step_time(w: Work, m: Machine) -> StepTime:
         "elementwise": repeats * c.layers * (moved_forward + moved_backward),
         "head and loss": repeats * head,
         "gather and reduce": repeats * whole * (gathers * GATHER_BYTES + REDUCE_BYTES) / moved,
-        "update": parameters_here * (UPDATE_BYTES if w.state_bytes >= 8 else 24) / moved,
+        "update": parameters_here * (UPDATE_BYTES if w.state_bytes >= 8 else 3 * UPDATE_BYTES if w.state_bytes else 24) / moved,
         "exposed communication": repeats * exposed(w, m, there, back, block_s)
         + (2 * parameters_here * w.wide_bytes / (m.network_gbs * GB) if w.replicate > 1 else 0.0),
     }

@@ -63,6 +63,18 @@ class Work:
         return self.ring * self.ulysses * self.shard
 
     @property
+    def blockwise_qkv(self) -> bool:
+        """Whether norm, matrix and rotation of queries, keys and values are taken chunk by chunk too."""
+        return bool(self.model.ffn_chunk) and not self.model.qk_norm
+
+    @property
+    def loss_rows(self) -> int:
+        """Tokens whose logits exist at once (loss_chunk=0: as many as fit into 251 MiB, in steps of 64, as ringattn.model.loss does)."""
+        chosen = min(8192, (251 << 20) // (self.model.vocab_size * self.wide_bytes))
+        chosen = chosen // 64 * 64 if chosen >= 64 else max(1, chosen)
+        return min(self.tokens, self.model.loss_chunk or chosen)
+
+    @property
     def hops(self) -> int:
         """Hops of the ring, at most: all of its shards, or one over the gathered KV."""
         return 1 if self.exchange == "allgather" and self.ring * self.virtual == 1 else self.ring * self.virtual
@@ -85,10 +97,10 @@ def work_of(config: Any, model: ModelConfig, world_size: int, *, compute_bytes: 
     p, t = config.parallel, config.train
     ring = config.ring_processes(world_size)
     tensors = 2 if config.optim.name == "adamw" else int(config.optim.momentum > 0)
-    state = {"fp32": 8 if compute_bytes == 8 else 4, "bf16": 2, "8bit": 1}[config.optim.states]
+    each = {"bf16": 2, "8bit": 1}.get(config.optim.states, 8 if compute_bytes == 8 else 4)
     return Work(
         model=model, seq_len=t.seq_len, rows=t.rows, micro_rows=t.micro_rows, ring=ring, virtual=p.virtual, ulysses=p.ulysses,
         shard=p.shard, replicate=p.replicate, layout=p.layout, exchange=p.exchange, policy=config.activation, documents=documents,
-        compute_bytes=compute_bytes, state_bytes=tensors * state, grad_sync=p.grad_sync,
+        compute_bytes=compute_bytes, state_bytes=tensors * each, grad_sync=p.grad_sync,
         reshard=p.reshard_after_forward,
     )
