@@ -39,13 +39,14 @@ def refuse_nonfinite(step: int, loss: float, norm: float, targets: float, lr: fl
 
 
 class StopSignals:
-    """Within this context SIGTERM and SIGINT ask for a stop after the current step.
+    """Within this context SIGTERM, SIGINT and SIGUSR1 (what batch systems send before a time limit) ask for a stop after the current step.
 
-    Ctrl-C under torchrun arrives twice, from the terminal and from torchrun, so a repetition within ``PATIENCE_S`` means the same; a
-    later one ends the process at once. (torchrun itself kills its ranks 30 s after it has passed a signal on.)
+    That is at most one step, the validation that may be due then, and a checkpoint away. Ctrl-C under torchrun arrives twice, from the
+    terminal and from torchrun, so a repetition within ``PATIENCE_S`` means the same; a later one ends the process at once, but for
+    SIGUSR1, which never does. (torchrun itself kills its ranks 30 s after it has passed a signal on; launch/ allows for more.)
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     PATIENCE_S = 5.0
 
     def __init__(self) -> None:
@@ -69,7 +70,7 @@ class StopSignals:
         now = time.monotonic()
         if self._asked_at is None:
             self._asked_at = now
-        elif now - self._asked_at > self.PATIENCE_S:
+        elif number != signal.SIGUSR1 and now - self._asked_at > self.PATIENCE_S:
             self._restore()
             os.kill(os.getpid(), number)
 
