@@ -12,6 +12,7 @@ import importlib.util
 import math
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from ringattn.kernels.select import KERNELS
 from ringattn.model.config import ModelConfig
 from ringattn.ring.layout import LAYOUTS, Layout
 from ringattn.ring.schedule import EXCHANGES
-from ringattn.typed import ConfigError, Problems, build
+from ringattn.typed import ConfigError, Problems, build, suggest
 
 __all__ = [
     "CheckpointConfig", "Config", "ConfigError", "LogConfig", "OptimConfig", "ParallelConfig", "ScheduleConfig", "TrainConfig",
@@ -35,6 +36,8 @@ NOT_OFFERED = {
     "parallel.layout": ("balanced",),
     "precision": ("fp16", "fp8"),
 }
+
+LONGEST = 2**31 - 1  # tokens a row
 
 
 @dataclass
@@ -168,8 +171,13 @@ def to_dict(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def from_dict(raw: dict[str, Any], *, world_size: int = 1, problems: Problems | None = None) -> Config:
-    """A config that can run on ``world_size`` processes. Raises ConfigError with every problem; ``problems`` holds earlier ones."""
+def from_dict(
+    raw: dict[str, Any], *, world_size: int = 1, problems: Problems | None = None, more: Callable[[Config, Problems], None] | None = None
+) -> Config:
+    """A config that can run on ``world_size`` processes. Raises ConfigError with every problem; ``problems`` holds earlier ones.
+
+    ``more`` may add problems of its own, e.g. of the machine that is to run it; keys that are known to be bad are in ``Problems.bad``.
+    """
     problems = problems or Problems()
     refused = _refuse_not_offered(raw, problems)
     config: Config = build(Config, refused, problems)
@@ -177,7 +185,12 @@ def from_dict(raw: dict[str, Any], *, world_size: int = 1, problems: Problems | 
     _check_mesh(config, world_size, problems)
     for key, section in (("model", config.model), ("data", config.data)):
         if problems.fine(key):
+            before = len(problems.messages)
             section.validate(problems.messages, key)
+            if len(problems.messages) > before:
+                problems.bad.add(key)
+    if more is not None:
+        more(config, problems)
     if problems.messages:
         raise ConfigError(problems.messages)
     return config
@@ -206,7 +219,8 @@ def _check_values(c: Config, problems: Problems) -> None:
     for key, low in least.items():
         value = _get(c, key)
         if problems.fine(key) and not (low <= value < math.inf):
-            problems.add(f"{key}={value}: must be {low} or more", key)
+            finite = "" if isinstance(value, int) or math.isfinite(value) else "a finite number, "
+            problems.add(f"{key}={value}: must be {finite}{low} or more", key)
 
     def check(ok: bool, key: str, allowed: str) -> None:
         if problems.fine(key) and not ok:
@@ -222,9 +236,9 @@ def _check_values(c: Config, problems: Problems) -> None:
     check(c.optim.states == "fp32" or c.precision != "fp64", "optim.states", "needs fp32 parameters: not with precision=fp64")
     check(c.schedule.min_ratio <= 1, "schedule.min_ratio", "must be from 0 to 1")
     check(c.offload_gib is None or 0 < c.offload_gib < math.inf, "offload_gib", "must be a number above 0, or null")
-    check(c.kernel in KERNELS, "kernel", f"expected one of {', '.join(KERNELS)}")
-    check(c.parallel.layout in LAYOUTS, "parallel.layout", f"expected one of {', '.join(LAYOUTS)}")
-    check(c.parallel.exchange in EXCHANGES, "parallel.exchange", f"expected one of {', '.join(EXCHANGES)}")
+    check(c.train.seq_len <= LONGEST, "train.seq_len", f"must be at most {LONGEST} (the kernels count rows in 32 bits)")
+    for key, choices in (("kernel", KERNELS), ("parallel.layout", LAYOUTS), ("parallel.exchange", EXCHANGES)):
+        check(_get(c, key) in choices, key, f"expected one of {', '.join(choices)}{suggest(_get(c, key), choices)}")
     check(c.parallel.ulysses == 1, "parallel.ulysses", "is not offered by this version, only 1 is")
     check(c.device != "cuda" or torch.cuda.is_available(), "device", "this machine (or this build of torch) has no CUDA device")
     plain = re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", c.name) is not None

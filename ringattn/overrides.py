@@ -35,13 +35,19 @@ def prepare(arguments: list[str], configs: Path, problems: Problems) -> list[str
             options.append(argument)
             continue
         if argument.startswith("~"):
-            ready.append(argument)
+            if argument[1:].startswith(HYDRA):
+                ready.append(argument)
+            else:
+                problems.add(f"{argument}: a key cannot be removed; leave it out for its default, or give it a value")
             continue
         if "=" not in argument:
             problems.add(f"{argument}: is not of the form key=value")
             continue
         key, value = argument.split("=", 1)
         bare = key.lstrip("+~")
+        if bare in groups and "," in value and not sweep:
+            problems.add(f"{argument}: chooses {value.count(',') + 1} options at once; add -m to run them one after another")
+            continue
         if bare in groups:
             # (with config folders of the user's own, options that are not here may be there)
             unknown = [] if own_folders else [v for v in value.split(",") if v not in groups[bare]]
@@ -59,9 +65,12 @@ def prepare(arguments: list[str], configs: Path, problems: Problems) -> list[str
         if key == bare and not bare.startswith(HYDRA) and "@" not in bare:
             key = "++" + bare
         try:
-            OverridesParser.create().parse_override(f"{key}={value}")
+            swept = OverridesParser.create().parse_override(f"{key}={value}").is_sweep_override()
         except HydraException as error:
             problems.add(f"{argument}: cannot be parsed ({str(error).splitlines()[0]}); put quotes round the value: \"{bare}='...'\"")
+            continue
+        if swept and not sweep:
+            problems.add(f"{argument}: is several values; add -m to run them one after another, or write a list as {bare}=[...]", bare)
             continue
         ready.append(f"{key}={value}")
     return options + ready  # Hydra's parser takes no option between two overrides

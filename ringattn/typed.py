@@ -71,6 +71,15 @@ def nearest(key: str, keys: list[str]) -> str | None:
     return next((k for k in keys if tails and k.rsplit(".", 1)[-1] == tails[0]), None)
 
 
+def suggest(value: Any, allowed: typing.Iterable[Any]) -> str:
+    """`` (did you mean zigzag?)`` for a misspelt choice, or an empty text."""
+    words = [str(a) for a in allowed]
+    lower = {w.lower(): w for w in words}
+    text = str(value).lower()
+    close = lower.get(text) or next(iter(difflib.get_close_matches(text, words, n=1, cutoff=0.6)), None)
+    return f" (did you mean {close}?)" if close else ""
+
+
 def build(cls: type, raw: Any, problems: Problems, prefix: str = "", known: list[str] | None = None) -> Any:
     """An instance of dataclass ``cls`` from the dictionary ``raw``; what is wrong is added to ``problems``."""
     known = all_keys(cls) if known is None else known
@@ -124,9 +133,10 @@ def convert(value: Any, kind: Any) -> tuple[Any, str | None]:
                     return converted, None
         return None, expected
     if origin is Literal:
-        # YAML reads none, off, on as something else than words where a word is meant
-        text = {None: "none", True: "on", False: "off"}.get(value, value) if value is None or isinstance(value, bool) else value
-        return (text, None) if text in args else (None, f"expected one of {', '.join(str(a) for a in args)}")
+        # YAML reads off and on as true and false where a word is meant; null is no word
+        text = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+        meant = suggest("none" if value is None else value, args)
+        return (text, None) if text in args else (None, f"expected one of {', '.join(str(a) for a in args)}{meant}")
     if origin in (list, tuple):
         if not isinstance(value, list | tuple):
             return None, expected

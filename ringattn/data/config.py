@@ -8,6 +8,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from ringattn.typed import suggest
+
 KINDS = ("stdlib", "text", "memmap")
 POSITIONS = ("restart", "continue")
 VERIFY = ("auto", "full", "sizes")
@@ -40,7 +42,7 @@ class DataConfig:
         for key, allowed in (("kind", KINDS), ("positions", POSITIONS), ("verify", VERIFY)):
             value = getattr(self, key)
             if value not in allowed:
-                problems.append(f"{prefix}.{key}={value}: must be one of {', '.join(allowed)}")
+                problems.append(f"{prefix}.{key}={value}: must be one of {', '.join(allowed)}{suggest(value, allowed)}")
         if not isinstance(self.path, str):
             problems.append(f"{prefix}.path={self.path}: must be a text")
         elif self.kind == "stdlib" and self.path:

@@ -17,9 +17,10 @@ import os
 import re
 import shutil
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from ringattn.training.safe_reader import INDEX, CheckpointError, SafeReader, read_index
+from ringattn.training.safe_reader import INDEX, CheckpointError, SafeReader, SaveError, read_index
+
+T = TypeVar("T")
 
 FORMAT = 1  # raised when an older reader could not understand a newer checkpoint
 STATE = "state.json"
@@ -67,17 +70,19 @@ def list_steps(folder: Path) -> list[int]:
 
 
 def save(folder: Path, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer, *, keep: int) -> Path:
-    """Write the checkpoint of ``progress.step`` under ``folder`` and leave the newest ``keep``. Every rank calls this."""
+    """Write the checkpoint of ``progress.step`` under ``folder`` and leave the newest ``keep``. Every rank calls this.
+
+    Raises SaveError, on all ranks, if it cannot be written; what there is of it is removed.
+    """
     final, main = step_folder(folder, progress.step), dist.get_rank() == 0
     temporary = folder / f".tmp-{final.name}"
-    if main:
+
+    def begin() -> None:
         for stale in folder.glob(".tmp-*"):
             shutil.rmtree(stale)
         temporary.mkdir(parents=True)
-    dist.barrier()
-    dcp.save(_tensors(model, optimizer), storage_writer=dcp.FileSystemWriter(temporary, sync_files=True))
-    checksums = _checksums(temporary, sorted(p.name for p in temporary.iterdir()))
-    if main:
+
+    def finish(checksums: dict[str, int]) -> None:
         files = {name: [(temporary / name).stat().st_size, checksum] for name, checksum in checksums.items()}
         with open(temporary / STATE, "w") as file:
             json.dump({**progress.__dict__, "torch": torch.__version__, "files": files}, file, indent=1)
@@ -90,8 +95,62 @@ def save(folder: Path, progress: Progress, model: nn.Module, optimizer: torch.op
         _sync_folder(folder)
         for step in list_steps(folder)[keep:]:
             _remove(step_folder(folder, step))
-    dist.barrier()
+
+    try:
+        on_main(begin)
+        dcp.save(_tensors(model, optimizer), storage_writer=dcp.FileSystemWriter(temporary, sync_files=True))
+        names = on_main(lambda: sorted(p.name for p in temporary.iterdir()))
+        checksums = _checksums(temporary, names)
+        on_main(lambda: finish(checksums))
+    except (CheckpointException, OSError, CheckpointError) as error:
+        if main:
+            shutil.rmtree(temporary, ignore_errors=True)
+        newest = next((s for s in list_steps(folder) if s != progress.step), None)
+        whole = "there is no complete one" if newest is None else f"the newest complete one is {step_folder(folder, newest).name}"
+        raise SaveError(f"checkpoint {final}: cannot be written ({_reason(error)}); {whole}") from None
     return final
+
+
+def everywhere(work: Callable[[], T]) -> T:
+    """``work()`` on every rank, without collectives of its own; where it fails on one, CheckpointError is raised on all."""
+    result, problem = None, None
+    try:
+        result = work()
+    except (CheckpointError, OSError) as error:
+        problem = str(error)
+    everyone: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, problem)
+    failed = [(rank, p) for rank, p in enumerate(everyone) if p is not None]
+    if failed:
+        rank, text = failed[0]
+        raise CheckpointError(text if len(failed) == len(everyone) else f"{text} (rank {rank})")
+    return result  # type: ignore[return-value]
+
+
+def on_main(work: Callable[[], T]) -> T:
+    """``work()`` on rank 0, its result on all; where it fails, CheckpointError is raised on all. Others wait here until it is done."""
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = work()
+        except OSError as error:
+            answer[1] = _reason(error)
+    dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise CheckpointError(answer[1])
+    result: T = answer[0]
+    return result
+
+
+def _reason(error: BaseException) -> str:
+    """The cause in a line. A CheckpointException holds those of the ranks."""
+    failures: dict[int, Any] = getattr(error, "failures", {})
+    if failures:
+        rank, cause = next(iter(failures.items()))
+        return f"rank {rank}: {_reason(cause[0] if isinstance(cause, tuple) else cause)}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f": {error.filename}" if error.filename else "")
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -104,13 +163,20 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
 
 
 def _checksums(folder: Path, names: list[str]) -> dict[str, int]:
-    """CRC-32 of the files ``names`` of ``folder``. The ranks share the work; each gets the whole answer."""
-    own = {}
-    for name in names[dist.get_rank() :: dist.get_world_size()]:
-        own[name] = 0
-        with open(folder / name, "rb") as file:
-            while block := file.read(1 << 24):
-                own[name] = zlib.crc32(block, own[name])
+    """CRC-32 of the files ``names``, the same list on all ranks, of ``folder``. The ranks share the work; each gets the whole answer.
+
+    Raises CheckpointError on all ranks if one of them cannot read a file.
+    """
+    own: dict[str, int] = {}
+
+    def read() -> None:
+        for name in names[dist.get_rank() :: dist.get_world_size()]:
+            own[name] = 0
+            with open(folder / name, "rb") as file:
+                while block := file.read(1 << 24):
+                    own[name] = zlib.crc32(block, own[name])
+
+    everywhere(read)
     everyone: list[dict[str, int]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     return {name: checksum for part in everyone for name, checksum in part.items()}

@@ -6,6 +6,7 @@ the loop have one code path. A store outlives the process group, so that a sweep
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import socket
@@ -44,14 +45,19 @@ class Launch:
 
     def say_once(self, message: str, stream: TextIO, patience_s: float = 20.0) -> None:
         """Rank 0 prints what all ranks have to say; the others wait for that, because a launcher ends all ranks when the first one
-        exits. A rank that waits in vain has met a problem of its own, and says it itself."""
+        exits, and rank 0 for them, because the store may live in its process. A rank that waits in vain has met a problem of its own,
+        and says it itself."""
         if self.rank == 0:
             print(message, file=stream, flush=True)
             if self.world_size > 1:
                 self.store.set("ringattn/said", "yes")
+                with contextlib.suppress(RuntimeError):  # some rank has not got here: it has a problem of its own
+                    heard = [f"ringattn/heard{rank}" for rank in range(1, self.world_size)]
+                    self.store.wait(heard, datetime.timedelta(seconds=min(5.0, patience_s)))
             return
         try:
             self.store.wait(["ringattn/said"], datetime.timedelta(seconds=patience_s))
+            self.store.set(f"ringattn/heard{self.rank}", "yes")
         except RuntimeError:  # a timeout, or a store that is gone
             print(f"rank {self.rank}: {message}", file=stream, flush=True)
 

@@ -30,7 +30,8 @@ from ringattn.model.config import ModelConfig
 from ringattn.model.transformer import FREE_TO_SAVE, Attend, Block, Transformer
 from ringattn.ring.attention import attend
 from ringattn.training.mesh import Mesh
-from ringattn.training.offload import GIB, Offload, check_budget
+from ringattn.training.offload import GIB, Offload
+from ringattn.training.preflight import kernel_refusal
 
 
 def precision(config: Config, device: torch.device) -> tuple[torch.dtype, torch.dtype]:
@@ -49,7 +50,6 @@ def precision(config: Config, device: torch.device) -> tuple[torch.dtype, torch.
 def build_model(config: Config, model_config: ModelConfig, mesh: Mesh, kernel: str) -> Transformer:
     """The model of ``config`` on this rank's share of ``mesh``, initialised from ``config.seed``. Every rank calls this."""
     master, compute = precision(config, mesh.device)
-    check_budget(config, model_config, mesh.ring.processes, compute.itemsize)
     with torch.device("meta"):
         model = Transformer(model_config, attend=ring_attend(model_config, kernel, config.deterministic)).to(master)
     budget = None if config.offload_gib is None else int(config.offload_gib * GIB)
@@ -146,11 +146,11 @@ def agree_on_kernel(config: Config, model_config: ModelConfig, mesh: Mesh) -> st
         name = select_kernel(config.kernel, q, k, softcap=m.softcap or None, sinks=sinks, deterministic=config.deterministic).name
         refusal = None
     except (ValueError, ImportError) as error:
-        name, refusal = "none", str(error)
+        name, refusal = "none", kernel_refusal(config.kernel, error)
     names: list[Any] = [None] * mesh.world_size
     dist.all_gather_object(names, name)
     if refusal is not None:
-        raise ConfigError([f"kernel={config.kernel}: {refusal}"])
+        raise ConfigError([refusal])
     if len(set(names)) > 1:
         chosen = ", ".join(f"rank {r}: {n}" for r, n in enumerate(names) if n != names[0] or r == 0)
         raise ConfigError([f"kernel={config.kernel}: the ranks would run different kernels ({chosen}); name one that all of them have"])

@@ -24,11 +24,13 @@ from ringattn.training.forecast import Forecast, forecast, visible_length
 from ringattn.training.header import introduce
 from ringattn.training.mesh import Mesh, build_mesh
 from ringattn.training.metrics import Metrics, open_tracker
+from ringattn.training.offload import check_budget
 from ringattn.training.optimizer import build_optimizer
 from ringattn.training.parallelize import agree_on_kernel, build_model, precision
 from ringattn.training.provenance import document_lengths, write_environment
 from ringattn.training.report import write_report
 from ringattn.training.safe_reader import CheckpointError
+from ringattn.training.together import attempt, refuse_together
 
 # Keys that say where and how a run is carried out, not what it computes: a change of these needs no note on resuming.
 UNREMARKABLE = (
@@ -89,16 +91,20 @@ class Run:
 def assemble(config: Config, device: torch.device) -> Run:
     """Build everything, resuming if there is something to resume from. Every rank calls this within the default process group.
 
-    Raises ConfigError, DataError or CheckpointError before anything is written.
+    Raises ConfigError or CheckpointError, on all ranks, before anything is written.
     """
     check_agreement(config)
     mesh = build_mesh(config, device)
     torch.manual_seed((config.seed * 1_000_003 + mesh.rank) % 2**63)  # nothing in training draws from it today; ranks must not draw alike
     torch.use_deterministic_algorithms(config.deterministic)
-    dataset = build_dataset(config.data, seq_len=config.train.seq_len, seed=config.seed)
-    model_config = fill_vocabulary(config.model, dataset)
+    problems: list[str] = []
+    dataset = attempt(problems, lambda: build_dataset(config.data, seq_len=config.train.seq_len, seed=config.seed))
+    model_config = (attempt(problems, lambda: fill_vocabulary(config.model, dataset)) if dataset is not None else None) or config.model
+    kernel = attempt(problems, lambda: agree_on_kernel(config, model_config, mesh))
+    attempt(problems, lambda: check_budget(config, model_config, mesh.ring.processes, precision(config, device)[1].itemsize))
+    refuse_together(problems)
+    assert dataset is not None and kernel is not None
     layout = Layout(config.parallel.layout, config.train.seq_len, mesh.ring.size)
-    kernel = agree_on_kernel(config, model_config, mesh)
     model = build_model(config, model_config, mesh, kernel)
     optimizer = build_optimizer(config.optim, model)
 
@@ -107,15 +113,18 @@ def assemble(config: Config, device: torch.device) -> Run:
     found, notes = find_checkpoint(config, folder)
     step = 0
     if found is not None:
-        saved = checkpoint.read_progress(found)
-        notes += compare_runs(found, saved, config, model_config, dataset)
+        saved, remarks = checkpoint.everywhere(lambda: examine(found, config, model_config, dataset))
+        notes += remarks
         notes += checkpoint.load(found, model, optimizer, seed=config.seed)
         step = saved.step
     if config.schedule.warmup_steps > config.train.steps:
         notes.append(f"the warm-up ({config.schedule.warmup_steps} steps) is longer than the run: optim.lr is never reached")
     facts = {"world_size": mesh.world_size, "device": str(device), "kernel": kernel}
-    if mesh.is_main and config.data.mask_documents:
-        facts["documents"] = document_lengths(dataset.batch(step, [0], config.train.rows).documents[0])
+    first = mesh.data_rank * (config.train.rows // mesh.data_size)  # every ring tries its first row: a damaged corpus may show here
+    row = attempt(problems, lambda: dataset.batch(step, [first], config.train.rows))
+    refuse_together(problems)
+    if row is not None and config.data.mask_documents:
+        facts["documents"] = document_lengths(row.documents[0])
     notes += prepare_folder(folder, config, step, facts if mesh.is_main else None)
     tracker = start_tracker(folder, config, step, mesh.is_main)
     metrics = Metrics(folder.path, step=step, enabled=mesh.is_main, tensorboard=config.log.tensorboard, tracker=tracker)
@@ -197,6 +206,12 @@ def start_tracker(folder: RunFolder, config: Config, step: int, is_main: bool) -
     if answer[0]:
         raise ConfigError(answer[0])
     return tracker
+
+
+def examine(found: Path, config: Config, model_config: ModelConfig, dataset: Dataset) -> tuple[Progress, list[str]]:
+    """What a checkpoint says about itself, and notes on what has changed since. Raises CheckpointError if it cannot be used."""
+    saved = checkpoint.read_progress(found)
+    return saved, compare_runs(found, saved, config, model_config, dataset)
 
 
 def compare_runs(found: Path, saved: Progress, config: Config, model_config: ModelConfig, dataset: Dataset) -> list[str]:

@@ -45,6 +45,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be used: incomplete, damaged, or made by something else. The message names it and says why."""
 
 
+class SaveError(RuntimeError):
+    """A checkpoint could not be written, and nothing of it is left. The message says why and which complete one there is."""
+
+
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):

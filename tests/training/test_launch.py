@@ -50,8 +50,9 @@ def test_refusal_is_one_message_and_leaves_nothing_behind(ranks: Ranks, tmp_path
     arguments = ["experiment=cpu_tyny", "train.stpes=2", "train.rows=7", "train.micro_rows=2", "optim.lr=fast", "resume=a=b"]
     code, out, err = ranks.run(1, command_line, str(tmp_path), *arguments)
     assert code == 2 and out == "" and "Traceback" not in err and list(tmp_path.iterdir()) == []
-    assert err.count("4 problems in the configuration:") == 1
-    for word in ("did you mean cpu_tiny?", "did you mean train.steps?", "the next that works is 8", "optim.lr='fast'"):
+    assert err.count("5 problems in the configuration:") == 1
+    meant = ("did you mean cpu_tiny?", "did you mean train.steps?")
+    for word in (*meant, "the next that works is 8", "optim.lr='fast'", "resume=a=b: no such folder"):
         assert word in err
 
 
