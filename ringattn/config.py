@@ -27,8 +27,8 @@ from ringattn.ring.schedule import EXCHANGES
 from ringattn.typed import ConfigError, Problems, build, suggest
 
 __all__ = [
-    "CheckpointConfig", "Config", "ConfigError", "LogConfig", "OptimConfig", "ParallelConfig", "ScheduleConfig", "TrainConfig",
-    "from_dict", "to_dict",
+    "CheckpointConfig", "Config", "ConfigError", "DebugConfig", "LogConfig", "OptimConfig", "ParallelConfig", "ScheduleConfig",
+    "TrainConfig", "from_dict", "to_dict",
 ]
 
 # Values that the design names and this version does not run: refused by name, so that nobody waits for a silent fallback.
@@ -117,6 +117,18 @@ class LogConfig:
 
 
 @dataclass
+class DebugConfig:
+    """Looking for what is wrong (``debug=nan``, ``debug=check``, ``debug=profile``). Each costs time; check and profile change no bit of
+    the result, nan may change the order of sums in gradients (their last bits)."""
+
+    nan: bool = False  # name the first module whose output or gradient is not finite, with rank and step
+    check: bool = False  # compare the first batch's attention, layer by layer, with fp64 before training
+    check_rows: int = 16  # check: query rows sampled on each rank
+    check_heads: int = 2  # check: KV heads sampled in each layer
+    profile: list[int] = field(default_factory=list)  # steps whose trace and memory account go to <run>/profile/
+
+
+@dataclass
 class Config:
     """One run."""
 
@@ -138,6 +150,7 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
 
     @property
     def last_step(self) -> int:
@@ -214,7 +227,7 @@ def _check_values(c: Config, problems: Problems) -> None:
         "parallel.virtual": 1, "parallel.ulysses": 1, "parallel.shard": 1, "parallel.replicate": 1, "seed": 0,
         "optim.lr": 0, "optim.weight_decay": 0, "optim.beta1": 0, "optim.beta2": 0, "optim.eps": 0, "optim.momentum": 0, "optim.clip": 0,
         "schedule.warmup_steps": 0, "schedule.decay_steps": 0, "schedule.min_ratio": 0,
-        "checkpoint.every": 0, "checkpoint.keep": 0, "log.every": 1,
+        "checkpoint.every": 0, "checkpoint.keep": 0, "log.every": 1, "debug.check_rows": 1, "debug.check_heads": 1,
     }
     for key, low in least.items():
         value = _get(c, key)
@@ -240,6 +253,10 @@ def _check_values(c: Config, problems: Problems) -> None:
     for key, choices in (("kernel", KERNELS), ("parallel.layout", LAYOUTS), ("parallel.exchange", EXCHANGES)):
         check(_get(c, key) in choices, key, f"expected one of {', '.join(choices)}{suggest(_get(c, key), choices)}")
     check(c.parallel.ulysses == 1, "parallel.ulysses", "is not offered by this version, only 1 is")
+    check(not c.debug.nan or not c.compile, "debug.nan", "needs compile=false: it looks into the blocks")
+    check(not c.debug.check or not c.compile, "debug.check", "needs compile=false: it looks into the blocks")
+    check(not c.debug.check or c.parallel.ulysses == 1, "debug.check", "needs parallel.ulysses=1")
+    check(all(s >= 1 for s in c.debug.profile), "debug.profile", "must be a list of steps, from 1 on")
     check(c.device != "cuda" or torch.cuda.is_available(), "device", "this machine (or this build of torch) has no CUDA device")
     plain = re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", c.name) is not None
     check(plain, "name", "is a folder's name: letters, digits, '.', '_' and '-' only, not starting with '.' or '-'")

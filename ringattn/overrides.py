@@ -52,7 +52,9 @@ def prepare(arguments: list[str], configs: Path, problems: Problems) -> list[str
             # (with config folders of the user's own, options that are not here may be there)
             unknown = [] if own_folders else [v for v in value.split(",") if v not in groups[bare]]
             if not unknown or (bare, value) == ("experiment", "null"):
-                ready.append(argument)
+                # nan is a number to Hydra, and an option here
+                options_named = ",".join(f"'{v}'" if v.lower() in ("nan", "inf") else v for v in value.split(","))
+                ready.append(f"{key}={options_named}")
             else:
                 close = nearest(unknown[0], groups[bare])
                 problems.add(

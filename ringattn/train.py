@@ -40,6 +40,7 @@ from ringattn.training.forecast import explain_out_of_memory
 from ringattn.training.launch import Launch, process_group
 from ringattn.training.loop import Outcome, train
 from ringattn.training.preflight import check_here
+from ringattn.training.ring_check import CheckFailed
 from ringattn.training.run import assemble
 from ringattn.training.safe_reader import CheckpointError, SaveError
 from ringattn.training.stop import Diverged
@@ -111,6 +112,9 @@ def run_config(config: Config, launch: Launch, number: int = 0) -> int:
     except Diverged as error:
         launch.say_once(str(error), sys.stderr)
         return DIVERGED
+    except CheckFailed as error:
+        launch.say_once(str(error), sys.stderr)
+        return CHECK_FAILED
     except SaveError as error:
         launch.say_once(str(error), sys.stderr)
         return UNWRITABLE

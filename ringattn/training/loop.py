@@ -23,6 +23,8 @@ from ringattn.training.forecast import KEPT_STEPS
 from ringattn.training.metrics import exchange, peak_memory_gib
 from ringattn.training.optimizer import clip_gradients, gradient_norm, learning_rate, local_gradients, set_learning_rate
 from ringattn.training.parallelize import free_gathered, set_gradient_sync
+from ringattn.training.profiling import profiled
+from ringattn.training.ring_check import check_ring
 from ringattn.training.run import Run
 from ringattn.training.stop import StopSignals, refuse_nonfinite
 
@@ -39,7 +41,7 @@ class Outcome(IntEnum):
 def train(run: Run, *, before_update: Hook | None = None) -> Outcome:
     """Train from ``run.step`` to the last step. ``before_update(step, model)``, for tests and tools, sees each step's gradients.
 
-    Raises Diverged on all ranks at the same step if loss or gradient are not finite.
+    Raises Diverged on all ranks at the same step if loss or gradient are not finite; with debug.check, CheckFailed before the first step.
     """
     config, last_step = run.config, run.config.last_step
     saved_at = run.step
@@ -48,10 +50,13 @@ def train(run: Run, *, before_update: Hook | None = None) -> Outcome:
         where = "train.steps" if last_step == config.train.steps else "train.stop_after"
         run.console.note(f"nothing to do: step {run.step} is done already and {where}={last_step}; raise it to go on")
         return Outcome.DONE
+    if config.debug.check:
+        run.console.note(check_ring(run))
     run.console.start(run.step, last_step)
     with StopSignals() as signals:
         while run.step < last_step:
-            record, stop = train_step(run, signals, before_update)
+            with profiled(run.folder.path, run.step + 1, config.debug.profile, run.mesh.rank, run.mesh.device):
+                record, stop = train_step(run, signals, before_update)
             run.step += 1
             if len(step_s) < KEPT_STEPS:
                 step_s.append(record["step_s"])
@@ -113,6 +118,8 @@ def train_step(run: Run, signals: StopSignals, before_update: Hook | None = None
         mesh, [loss_sum, norm, targets, peak_memory_gib(mesh.device), float(signals.requested), *map(float, pairs)]
     )
     loss_mean = sum(losses) / counts[0] if counts[0] else float("nan")
+    if run.watch is not None:
+        run.watch.report(step + 1)
     refuse_nonfinite(step + 1, loss_mean, norms[0], counts[0], lr, losses, run.metrics.last)
     if before_update is not None:
         before_update(step, model)

@@ -24,6 +24,7 @@ from ringattn.training.forecast import Forecast, forecast, visible_length
 from ringattn.training.header import introduce
 from ringattn.training.mesh import Mesh, build_mesh
 from ringattn.training.metrics import Metrics, open_tracker
+from ringattn.training.nan_watch import NanWatch
 from ringattn.training.offload import check_budget
 from ringattn.training.optimizer import build_optimizer
 from ringattn.training.parallelize import agree_on_kernel, build_model, precision
@@ -34,7 +35,7 @@ from ringattn.training.together import attempt, refuse_together
 
 # Keys that say where and how a run is carried out, not what it computes: a change of these needs no note on resuming.
 UNREMARKABLE = (
-    "name", "resume", "log.", "checkpoint.", "parallel.", "device", "train.stop_after", "train.val_", "data.path", "data.verify",
+    "name", "resume", "log.", "checkpoint.", "parallel.", "debug.", "device", "train.stop_after", "train.val_", "data.path", "data.verify",
 )
 
 
@@ -56,6 +57,7 @@ class Run:
     kernel: str
     forecast: Forecast
     step: int
+    watch: NanWatch | None = None
 
     @property
     def tokens_per_step(self) -> int:
@@ -134,6 +136,7 @@ def assemble(config: Config, device: torch.device) -> Run:
         documents=visible_length(dataset, config),
     )
     run = Run(config, model_config, mesh, dataset, layout, batches, model, optimizer, folder, metrics, console, kernel, predicted, step)
+    run.watch = NanWatch(model) if config.debug.nan else None
     introduce(run, found, notes)
     return run
 
