@@ -197,7 +197,7 @@ def codes(folder: Path) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.ring
 def test_slurm_saves_at_the_time_limit_requeues_and_resumes(tmp_path: Path) -> None:
-    steps = [*TINY, "train.steps=50"]
+    steps = [*TINY, "train.steps=25"]
     process, seen = slurm(tmp_path, *steps), list[str]()
     read_until(process.stdout, r"^step +3/", seen)
     process.send_signal(signal.SIGUSR1)  # what --signal=B:USR1 does: to the script alone
@@ -206,13 +206,13 @@ def test_slurm_saves_at_the_time_limit_requeues_and_resumes(tmp_path: Path) -> N
     log = (tmp_path / "scontrol.log").read_text()
     assert re.fullmatch(r"requeue \d+\n", log)
     stopped = lines_of(tmp_path / "runs" / "cpu_tiny")[-1]["step"]
-    assert 3 <= stopped < 50
+    assert 3 <= stopped < 25
 
     process = slurm(tmp_path, *steps)  # as Slurm would
     said = end(process, 90.0)
     assert process.returncode == 0 and codes(tmp_path) == [0, 0], said
     assert f"resumed from step-{stopped:08d}" in said and (tmp_path / "scontrol.log").read_text() == log
-    assert [line["step"] for line in lines_of(tmp_path / "runs" / "cpu_tiny")] == list(range(1, 51))
+    assert [line["step"] for line in lines_of(tmp_path / "runs" / "cpu_tiny")] == list(range(1, 26))
 
 
 @pytest.mark.slow
