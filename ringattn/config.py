@@ -22,8 +22,9 @@ import torch
 from ringattn.data.config import DataConfig
 from ringattn.kernels.select import KERNELS
 from ringattn.model.config import ModelConfig
-from ringattn.ring.layout import LAYOUTS, Layout
+from ringattn.ring.layout import ALL_LAYOUTS, padded_length
 from ringattn.ring.schedule import EXCHANGES
+from ringattn.ring.ulysses import check_heads
 from ringattn.typed import ConfigError, Problems, build, suggest
 
 __all__ = [
@@ -33,7 +34,6 @@ __all__ = [
 
 # Values that the design names and this version does not run: refused by name, so that nobody waits for a silent fallback.
 NOT_OFFERED = {
-    "parallel.layout": ("balanced",),
     "precision": ("fp16", "fp8"),
 }
 
@@ -55,13 +55,13 @@ class TrainConfig:
 
 @dataclass
 class ParallelConfig:
-    """The mesh replicate x shard x ring. Parameters are sharded over shard x ring and replicated over replicate."""
+    """The mesh replicate x shard x ring x ulysses. Parameters are sharded over the last three and replicated over replicate."""
 
     ring: int | None = None  # real ranks in a ring; null = the ranks that the other axes leave
     virtual: int = 1  # virtual shards on each rank of the ring
-    layout: str = "zigzag"  # contiguous | zigzag (equal causal work) | striped | chunk-striped
+    layout: str = "zigzag"  # contiguous | zigzag (equal causal work) | striped | chunk-striped; planned a batch: balanced | auto (the best)
     exchange: str = "ring"  # ring | allgather (gather all KV at once: fewer, larger transfers, more memory)
-    ulysses: int = 1  # ranks that split the heads of each shard (DeepSpeed-Ulysses)
+    ulysses: int = 1  # ranks that hold parts of one shard and split its heads in attention (DeepSpeed-Ulysses)
     transport: Literal["auto", "p2p", "push"] = "p2p"  # NCCL / gloo, or copy engines within a node; auto: push where all can
     shard: int = 1  # rings that share one copy of the parameters
     replicate: int = 1  # copies of the parameters
@@ -161,7 +161,13 @@ class Config:
     def ring_processes(self, world_size: int) -> int:
         """Real ranks in one ring, when the whole run has ``world_size``."""
         p = self.parallel
-        return world_size // (p.replicate * p.shard) if p.ring is None else p.ring
+        return world_size // (p.replicate * p.shard * p.ulysses) if p.ring is None else p.ring
+
+    def padded_len(self, world_size: int) -> int:
+        """Positions of a row with the padding at its end: the least length that the layout splits well (``auto``: as for balanced)."""
+        p = self.parallel
+        kind = "balanced" if p.layout == "auto" else p.layout
+        return padded_length(kind, self.train.seq_len, self.ring_processes(world_size) * p.virtual, p.ulysses)
 
     def at(self, base: str | os.PathLike[str]) -> Config:
         """The same config with relative paths starting at the folder ``base`` (where the user launched the run)."""
@@ -250,9 +256,8 @@ def _check_values(c: Config, problems: Problems) -> None:
     check(c.schedule.min_ratio <= 1, "schedule.min_ratio", "must be from 0 to 1")
     check(c.offload_gib is None or 0 < c.offload_gib < math.inf, "offload_gib", "must be a number above 0, or null")
     check(c.train.seq_len <= LONGEST, "train.seq_len", f"must be at most {LONGEST} (the kernels count rows in 32 bits)")
-    for key, choices in (("kernel", KERNELS), ("parallel.layout", LAYOUTS), ("parallel.exchange", EXCHANGES)):
+    for key, choices in (("kernel", KERNELS), ("parallel.layout", (*ALL_LAYOUTS, "auto")), ("parallel.exchange", EXCHANGES)):
         check(_get(c, key) in choices, key, f"expected one of {', '.join(choices)}{suggest(_get(c, key), choices)}")
-    check(c.parallel.ulysses == 1, "parallel.ulysses", "is not offered by this version, only 1 is")
     check(not c.debug.nan or not c.compile, "debug.nan", "needs compile=false: it looks into the blocks")
     check(not c.debug.check or not c.compile, "debug.check", "needs compile=false: it looks into the blocks")
     check(not c.debug.check or c.parallel.ulysses == 1, "debug.check", "needs parallel.ulysses=1")
@@ -274,20 +279,25 @@ def _check_values(c: Config, problems: Problems) -> None:
 
 def _check_mesh(c: Config, world_size: int, problems: Problems) -> None:
     """Mistakes that show only when several keys are seen together."""
-    p, t, ring = c.parallel, c.train, None
-    if problems.fine("parallel.ring", "parallel.shard", "parallel.replicate"):
-        others = p.replicate * p.shard
-        product = f"parallel.replicate x parallel.shard = {p.replicate} x {p.shard} = {others}"
+    p, t = c.parallel, c.train
+    if problems.fine("parallel.ring", "parallel.shard", "parallel.replicate", "parallel.ulysses"):
+        axes = {"parallel.replicate": p.replicate, "parallel.shard": p.shard} | ({"parallel.ulysses": p.ulysses} if p.ulysses > 1 else {})
+        others, names = math.prod(axes.values()), " x ".join(axes)
+        product = f"{names} = {' x '.join(map(str, axes.values()))} = {others}"
         if p.ring is None and world_size % others:
             problems.add(f"parallel.ring=null: {product} does not divide the {world_size} processes started", "parallel.ring")
         elif p.ring is not None and p.ring * others != world_size:
             problems.add(
-                f"parallel.ring={p.ring}: ring x replicate x shard = {p.ring} x {p.replicate} x {p.shard} = {p.ring * others}, "
+                f"parallel.ring={p.ring}: ring x {names.replace('parallel.', '')} = "
+                f"{' x '.join(map(str, (p.ring, *axes.values())))} = {p.ring * others}, "
                 f"but {world_size} process{'es were' if world_size > 1 else ' was'} started "
                 f"(torchrun --nproc-per-node {p.ring * others} starts as many)"
             )
-        if problems.fine("parallel.ring"):
-            ring = c.ring_processes(world_size)
+    if p.ulysses > 1 and problems.fine("parallel.ulysses", "model.heads", "model.kv_heads"):
+        try:
+            check_heads(c.model.heads, c.model.kv_heads, p.ulysses)
+        except ValueError as error:
+            problems.add(f"parallel.ulysses={p.ulysses}: {error}", "parallel.ulysses")
     if problems.fine("train.rows", "train.micro_rows", "parallel.shard", "parallel.replicate"):
         unit = p.replicate * p.shard * t.micro_rows
         if t.rows % unit:
@@ -295,11 +305,6 @@ def _check_mesh(c: Config, world_size: int, problems: Problems) -> None:
                 f"train.rows={t.rows}: must be a multiple of parallel.replicate x parallel.shard x train.micro_rows = "
                 f"{p.replicate} x {p.shard} x {t.micro_rows} = {unit}; the next that works is {-(-t.rows // unit) * unit}"
             )
-    if ring is not None and problems.fine("parallel.layout", "parallel.virtual", "train.seq_len"):
-        try:
-            Layout(p.layout, t.seq_len, ring * p.virtual)
-        except ValueError as error:
-            problems.add(f"train.{error}" if str(error).startswith("seq_len") else f"parallel.layout: {error}")
 
 
 def _get(c: Config, key: str) -> Any:

@@ -3,26 +3,30 @@
     python scripts/show_schedule.py parallel.ring=8 parallel.layout=zigzag train.seq_len=65536 "model.windows=[4096,0]"
     python scripts/show_schedule.py parallel.ring=8 train.seq_len=8192 --documents 3000,3000,1000 --out schedule.svg
 
-Takes training's keys; parallel.ring (8 unless given) x parallel.virtual is the ring. parallel.layout=balanced needs --documents.
+Takes training's keys; parallel.ring (8 unless given) x parallel.virtual is the ring. Rows are padded as in training. The layouts balanced
+and auto are planned for --documents (without it: one document).
 A cell OWNER:SHARE says whose keys, and how much of the busiest cell's work it is. --documents: lengths; a rest is padding.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from ringattn.compose import compose_keys
 from ringattn.config import ConfigError, from_dict
-from ringattn.ring.layout import Layout
 from ringattn.ring.ring import Ring
 from ringattn.ring.schedule import make_schedule
 from ringattn.train import config_folder
 from ringattn.training.charts import svg
 from ringattn.training.console import picture
+from ringattn.training.header import padding_rows
+from ringattn.training.placement import Placement
 from ringattn.training.ring_picture import draw_holders, draw_hops, hop_lines
 from ringattn.typed import Problems
 
@@ -48,25 +52,25 @@ def show(keys: list[str], lengths: str | None, out: Path | None) -> None:
     mesh = raw["parallel"]
     if mesh.get("ring") is None:
         mesh["ring"] = 8
-    balanced = mesh.get("layout") == "balanced"
-    if balanced:
-        mesh["layout"] = "contiguous"
-    sizes = [mesh.get(k) for k in ("ring", "shard", "replicate")]
-    world_size = sizes[0] * sizes[1] * sizes[2] if all(isinstance(s, int) for s in sizes) else 1
+    sizes = [mesh.get(k) for k in ("ring", "shard", "replicate", "ulysses")]
+    world_size = math.prod(sizes) if all(isinstance(s, int) for s in sizes) else 1
     raw["train"]["rows"] = sizes[1] * sizes[2] if world_size > 1 else raw["train"]["rows"]  # rows do not matter here
     raw["train"]["micro_rows"] = 1
     config = from_dict(raw, world_size=world_size, problems=problems)
-    p, seq_len = config.parallel, config.train.seq_len
-    size = config.ring_processes(world_size) * p.virtual
-    documents = None if lengths is None else document_ids(lengths, seq_len)
-    widest = None if 0 in config.model.windows else max(config.model.windows)
-    layout = Layout("balanced", seq_len, size, documents=documents, window=widest) if balanced else Layout(p.layout, seq_len, size)
+    p, seq_len = config.parallel, config.padded_len(world_size)
+    documents = document_ids(str(config.train.seq_len) if lengths is None else lengths, config.train.seq_len)
+    documents = F.pad(documents, (0, seq_len - config.train.seq_len), value=-1)
+    ring = Ring(virtual=config.ring_processes(world_size) * p.virtual)
+    size = ring.size
+    layout = Placement(config, config.model, ring, seq_len).layout(documents)
 
     print(f"{layout.kind}, {seq_len:,} positions, {size} shards of {layout.shard_len:,}")
+    for _, words in padding_rows(config.train.seq_len, seq_len):
+        print(words)
     print("\n".join(picture(layout, p.virtual, fancy="utf" in (sys.stdout.encoding or "").lower())))
     pictures = [draw_holders(layout, p.virtual)]
     for window in config.model.distinct_windows:
-        schedule = make_schedule(layout, Ring(virtual=size), window=window or None, documents=documents, exchange=p.exchange)
+        schedule = make_schedule(layout, ring, window=window or None, documents=documents, exchange=p.exchange)
         name = f"window {window:,}" if window else "full causal attention"
         print("", name, *hop_lines(schedule, p.virtual), sep="\n")
         pictures.append(draw_hops(schedule, f"who works on what: {name}", p.virtual))

@@ -2,9 +2,9 @@
 
 A step has ``train.rows`` rows. Ring d of D reads rows d * R/D .. (d+1) * R/D - 1, in micro-batches of ``train.micro_rows``; all ranks of
 one ring read the same rows. Labels and documents are made on whole rows, so nothing is shifted across a shard's edge; then one
-permutation (the layout) cuts tokens, labels and positions alike.
+permutation (the layout, which may be another for each batch) cuts tokens, labels and positions alike.
 
-Shapes: B = micro_rows, S = seq_len, P = processes of the ring.
+Shapes: B = micro_rows, S = seq_len with its padding, P = ranks that share a row (ring x ulysses).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ringattn.config import Config
+from ringattn.config import TrainConfig
 from ringattn.data import IGNORE, Batch, Dataset
-from ringattn.ring.layout import Layout
 from ringattn.ring.schedule import Schedule, make_schedule
 from ringattn.training.mesh import Mesh
+from ringattn.training.placement import Placed, Placement
 
 
 @dataclass(frozen=True)
@@ -44,29 +44,26 @@ class MicroBatch:
 
 
 class Batches:
-    """The micro-batches of this rank, step by step; the next step's rows are read while the current one trains.
+    """The micro-batches of this rank, step by step; the next step's rows are read, and their layout is planned, while the current one
+    trains."""
 
-    ``windows``: the distinct windows of the model, 0 = full (:attr:`ModelConfig.distinct_windows`).
-    """
-
-    def __init__(self, dataset: Dataset, mesh: Mesh, layout: Layout, config: Config, windows: Sequence[int]) -> None:
-        self.dataset, self.mesh, self.layout, self.windows = dataset, mesh, layout, windows
-        self.train, self.exchange = config.train, config.parallel.exchange
+    def __init__(self, dataset: Dataset, mesh: Mesh, placement: Placement, train: TrainConfig) -> None:
+        self.dataset, self.mesh, self.placement, self.train = dataset, mesh, placement, train
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rows")
-        self._ahead: tuple[int, Future[list[Batch]]] | None = None
+        self._ahead: tuple[int, Future[list[Placed]]] | None = None
 
     @property
     def micro_batches(self) -> int:
         """Forward passes a step on each rank."""
         return self.train.rows // (self.mesh.data_size * self.train.micro_rows)
 
-    def rows(self, step: int) -> list[Batch]:
-        """The whole rows of this ring for ``step`` (from 0), one Batch a micro-batch, on the CPU. Starts to read those of step + 1."""
-        ready = self._ahead[1].result() if self._ahead is not None and self._ahead[0] == step else self._read(step)
-        self._ahead = (step + 1, self._reader.submit(self._read, step + 1)) if step + 1 < self.train.steps else None
+    def rows(self, step: int) -> list[Placed]:
+        """The whole rows of this ring for ``step`` (from 0), one entry a micro-batch, on the CPU. Starts to read those of step + 1."""
+        ready = self._ahead[1].result() if self._ahead is not None and self._ahead[0] == step else self._plan(step)
+        self._ahead = (step + 1, self._reader.submit(self._plan, step + 1)) if step + 1 < self.train.steps else None
         return ready
 
-    def validation(self, rows: int) -> Iterator[Batch]:
+    def validation(self, rows: int) -> Iterator[Placed]:
         """``rows`` validation rows, each read by one ring. Every ring gets as many batches, since all ranks take part in every forward
         pass; the places beyond the last row hold a row without labels, which counts nothing."""
         per_pass = self.mesh.data_size * self.train.micro_rows
@@ -76,27 +73,31 @@ class Batches:
             for i, number in enumerate(numbers):
                 if number >= rows:
                     batch.labels[i] = IGNORE
-            yield batch
+            yield self.placement.place(batch)
 
-    def place(self, batch: Batch) -> MicroBatch:
+    def place(self, rows: Placed) -> MicroBatch:
         """Cut whole rows into this rank's shard, move it to the device, and plan the ring's hops."""
-        ring, device = self.mesh.ring, self.mesh.device
+        ring, device, batch, layout = self.mesh.ring, self.mesh.device, rows.batch, rows.layout
         tokens, labels, positions = (
-            self.layout.shard(x, ring).to(device, non_blocking=True) for x in (batch.tokens, batch.labels, batch.positions)
+            layout.shard(x, ring).to(device, non_blocking=True) for x in (batch.tokens, batch.labels, batch.positions)
         )
+        exchange = self.placement.exchange
         schedules = [
-            make_schedule(self.layout, ring, window=w or None, documents=batch.documents, exchange=self.exchange, device=device)
-            for w in self.windows
+            make_schedule(layout, ring, window=w or None, documents=batch.documents, exchange=exchange, device=device)
+            for w in self.placement.layers
         ]
         return MicroBatch(tokens, labels, positions, schedules)
 
-    def count_valid(self, batches: Sequence[Batch]) -> int:
+    def count_valid(self, rows: Sequence[Placed]) -> int:
         """Labels to predict among the positions that this rank holds."""
-        return sum(int((self.layout.shard(b.labels, self.mesh.ring) != IGNORE).sum()) for b in batches)
+        return sum(int((r.layout.shard(r.batch.labels, self.mesh.ring) != IGNORE).sum()) for r in rows)
 
     def close(self) -> None:
         """Stop reading ahead."""
         self._reader.shutdown(cancel_futures=True)
+
+    def _plan(self, step: int) -> list[Placed]:
+        return [self.placement.place(batch) for batch in self._read(step)]
 
     def _read(self, step: int) -> list[Batch]:
         per_ring, micro = self.train.rows // self.mesh.data_size, self.train.micro_rows

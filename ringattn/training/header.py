@@ -17,8 +17,13 @@ if TYPE_CHECKING:
 
 def introduce(run: Run, found: Path | None, notes: list[str]) -> None:
     """Print the header, where the run goes on from, and whatever else the user should know before the first step."""
-    layout, seq_len = run.layout, run.config.train.seq_len
-    ring = [f"{layout.kind}, positions 0-{seq_len - 1}", *picture(layout, run.mesh.ring.virtual, fancy=run.console.fancy)]
+    layout = run.placement.fixed
+    planned = f"{run.placement.kind}, planned for each batch; the first: " if layout is None else ""
+    if layout is None:
+        train = run.config.train
+        layout = run.placement.place(run.dataset.batch(run.step, range(train.micro_rows), train.rows)).layout
+    ring = [f"{planned}{layout.kind}, positions 0-{layout.seq_len - 1}"]
+    ring += picture(layout, run.mesh.ring.virtual, fancy=run.console.fancy)
     rows = [*model_rows(run), *mesh_rows(run), *cost_rows(run), ("files", str(run.folder.path))]
     run.console.header(f"ringattn: {run.config.name}", rows, ring)
     if found is not None:
@@ -36,7 +41,16 @@ def model_rows(run: Run) -> list[tuple[str, str]]:
         ("", f"{m.heads} heads ({m.kv_heads} KV) of {m.head_dim}, vocabulary {m.vocab_size}"),
         ("data", f"{data.name}: {short(data.tokens)} tokens, {data.val_rows} validation rows"),
         ("step", f"{train.rows} rows x {train.seq_len} = {run.tokens_per_step:,} tokens, {passes} a rank"),
+        *padding_rows(train.seq_len, run.placement.seq_len),
     ]
+
+
+def padding_rows(seq_len: int, padded: int) -> list[tuple[str, str]]:
+    """What padding the rows to a length that the layout can split costs, if anything."""
+    if padded == seq_len:
+        return []
+    more = f"{padded / seq_len - 1:.2%}"
+    return [("padding", f"rows of {seq_len} padded to {padded}: {more} more in all that is done row by row, none in attention")]
 
 
 def mesh_rows(run: Run) -> list[tuple[str, str]]:
@@ -44,7 +58,8 @@ def mesh_rows(run: Run) -> list[tuple[str, str]]:
     p, ring, device = run.config.parallel, run.mesh.ring, run.mesh.device
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads a rank"
     virtual = f" x {ring.virtual} virtual" if ring.virtual > 1 else ""
-    return [("mesh", f"replicate {p.replicate} x shard {p.shard} x ring {ring.processes}{virtual} on {kind}")]
+    heads = f" x ulysses {ring.ulysses}" if ring.ulysses > 1 else ""
+    return [("mesh", f"replicate {p.replicate} x shard {p.shard} x ring {ring.processes}{virtual}{heads} on {kind}")]
 
 
 def cost_rows(run: Run) -> list[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 Loss and gradient are those of one device that sees the whole batch: each rank's loss is a sum over the targets it holds, divided by the
 number of targets of the *whole* step (all rings, all micro-batches), and gradients are summed over all ranks. No mean is ever taken of
-means, so the split into replicate x shard x ring x micro-batches cannot be seen in the result.
+means, so the split into replicate x shard x ring x ulysses x micro-batches cannot be seen in the result.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch import nn
 
 from ringattn import cost
-from ringattn.data import IGNORE, Batch
+from ringattn.data import IGNORE
 from ringattn.training import checkpoint
 from ringattn.training.forecast import KEPT_STEPS
 from ringattn.training.metrics import exchange, peak_memory_gib
 from ringattn.training.optimizer import clip_gradients, gradient_norm, learning_rate, local_gradients, set_learning_rate
 from ringattn.training.parallelize import free_gathered, set_gradient_sync
+from ringattn.training.placement import Placed
 from ringattn.training.profiling import profiled
 from ringattn.training.ring_check import check_ring
 from ringattn.training.run import Run
@@ -96,9 +97,9 @@ def train_step(run: Run, signals: StopSignals, before_update: Hook | None = None
 
     loss_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
     pairs = [0] * len(run.model_config.distinct_windows)
-    for i, batch in enumerate(rows):
+    for i, placed in enumerate(rows):
         # 2. This rank's positions of them, and the hops that their mask needs.
-        micro = run.batches.place(batch)
+        micro = run.batches.place(placed)
         pairs = [a + b for a, b in zip(pairs, micro.pairs, strict=True)]
         # 3. Gradients of earlier micro-batches wait, unreduced, for the last one (or are reduced each time: the same sum).
         set_gradient_sync(model, config.parallel.grad_sync == "each" or i == len(rows) - 1)
@@ -114,8 +115,9 @@ def train_step(run: Run, signals: StopSignals, before_update: Hook | None = None
     gradients = local_gradients(model.parameters())
     norm = gradient_norm(gradients, mesh.sharded)
     lr = learning_rate(config, step)
-    losses, norms, counts, memory, stops, *all_pairs = exchange(
-        mesh, [loss_sum, norm, targets, peak_memory_gib(mesh.device), float(signals.requested), *map(float, pairs)]
+    uneven = sum(r.slowest for r in rows) / max(1e-30, sum(r.mean for r in rows))
+    losses, norms, counts, memory, stops, balances, *all_pairs = exchange(
+        mesh, [loss_sum, norm, targets, peak_memory_gib(mesh.device), float(signals.requested), uneven, *map(float, pairs)]
     )
     loss_mean = sum(losses) / counts[0] if counts[0] else float("nan")
     if run.watch is not None:
@@ -142,8 +144,10 @@ def train_step(run: Run, signals: StopSignals, before_update: Hook | None = None
         "step_s": seconds,
         "mem_gib": max(memory),
     }
+    if mesh.ring.size > 1:
+        record["ring_balance"] = max(balances)
     if mesh.device.type == "cuda":
-        whole = [sum(p) / mesh.ring.processes for p in all_pairs]  # each rank of a ring has counted the whole ring
+        whole = [sum(p) / mesh.row_ranks for p in all_pairs]  # each rank of a ring has counted the whole ring
         flops = cost.step_flops(run.model_config, tokens=run.tokens_per_step, pairs=[round(p) for p in whole]).total
         used = cost.mfu(flops, seconds, mesh.world_size, torch.cuda.get_device_name(mesh.device))
         record |= {} if used is None else {"mfu": used}
@@ -151,12 +155,12 @@ def train_step(run: Run, signals: StopSignals, before_update: Hook | None = None
 
 
 @torch.no_grad()
-def evaluate(run: Run, batches: Iterable[Batch]) -> float:
+def evaluate(run: Run, batches: Iterable[Placed]) -> float:
     """Loss in nats a target over whole rows, through the same ring: exact sums, divided once. Every ring brings as many batches."""
     loss = torch.zeros((), dtype=torch.float64, device=run.mesh.device)
     targets = 0
-    for batch in batches:
-        micro = run.batches.place(batch)
+    for placed in batches:
+        micro = run.batches.place(placed)
         targets += int((micro.labels != IGNORE).sum())
         loss += run.model(micro.tokens, micro.positions, micro.labels, micro.handles)
     free_gathered(run.model)

@@ -1,10 +1,11 @@
-"""The mesh replicate x shard x ring: ranks as one tensor, every group a slice of it.
+"""The mesh replicate x shard x ring x ulysses: ranks as one tensor, every group a slice of it.
 
-    ranks = arange(world).view(replicate, shard, ring)
+    ranks = arange(world).view(replicate, shard, ring, ulysses)
 
-The ring is the last axis, so ring neighbours are neighbouring ranks, on one host where possible. Two views of this one order are
-all that the rest needs: [replicate, shard x ring] for the parameters (sharded over the second, replicated over the first) and
-[replicate x shard, ring] for the data (each ring reads rows of its own; all its ranks read the same rows).
+The ranks that exchange heads (ulysses) are neighbours, and so are, where those are few, ring neighbours: on one host where possible.
+Two views of this one order are all that the rest needs: [replicate, shard x ring x ulysses] for the parameters (sharded over the second,
+replicated over the first) and [replicate x shard, ring, ulysses] for the data (the ranks of a ring, with the ulysses axis that each of
+its shards is split over, read the same rows).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ringattn.ring.transport import use_transport
 class Mesh:
     """This rank's place in the mesh.
 
-    ``parameters``: the mesh for FSDP, [shard x ring] or [replicate, shard x ring]. ``sharded``: the process group that holds one whole
+    ``parameters``: the mesh for FSDP, [shard x ring x ulysses] or [replicate, ...]. ``sharded``: the process group that holds one whole
     copy of the parameters. ``ring``: the ring of this rank. ``data_rank`` of ``data_size``: which ring this is, of how many.
     """
 
@@ -42,6 +43,11 @@ class Mesh:
         """Whether this rank writes files and speaks to the user."""
         return self.rank == 0
 
+    @property
+    def row_ranks(self) -> int:
+        """Ranks that share a row."""
+        return self.ring.processes * self.ring.ulysses
+
 
 def build_mesh(config: Config, device: torch.device) -> Mesh:
     """Slice the default process group into the mesh of ``config.parallel``. Every rank calls this.
@@ -50,12 +56,16 @@ def build_mesh(config: Config, device: torch.device) -> Mesh:
     """
     p, world_size = config.parallel, dist.get_world_size()
     ring_processes = config.ring_processes(world_size)
-    parameters = init_device_mesh(device.type, (p.replicate, p.shard * ring_processes), mesh_dim_names=("replicate", "sharded"))
-    rings = init_device_mesh(device.type, (p.replicate * p.shard, ring_processes), mesh_dim_names=("data", "ring"))
+    parameters = init_device_mesh(device.type, (p.replicate, p.shard * ring_processes * p.ulysses), mesh_dim_names=("replicate", "sharded"))
+    axes = ("data", "ring", "ulysses")
+    rings = init_device_mesh(device.type, (p.replicate * p.shard, ring_processes, p.ulysses), mesh_dim_names=axes)
     ring_group = rings["ring"].get_group()
+    heads_group = rings["ulysses"].get_group() if p.ulysses > 1 else None
     # A first transfer between two ranks would wait for a communicator that the others have not begun to make: make it here, all together.
     dist.all_reduce(torch.zeros(1, device=device), group=ring_group)
-    ring = Ring(ring_group, p.virtual)
+    if heads_group is not None:
+        dist.all_reduce(torch.zeros(1, device=device), group=heads_group)
+    ring = Ring(ring_group, p.virtual, heads_group)
     try:
         use_transport(ring, p.transport, device)
     except ValueError as error:

@@ -2,7 +2,8 @@
 
 A line holds ``step`` (finished steps), ``loss`` (nats a target), ``grad_norm`` (before clipping), ``lr``, ``targets`` (labels of the
 step), ``tokens`` (positions read since the start of the run, over all ranks), and after a validation ``val_loss`` and
-``val_nats_per_byte``. These are a pure function of the config (and of the topology, in their last bits). The fields of TIMINGS are not.
+``val_nats_per_byte``, in a ring ``ring_balance`` (predicted time of attention in lock step over the mean of its shards; of the
+slowest ring). These are a pure function of the config (and of the topology, in their last bits). The fields of TIMINGS are not.
 """
 
 from __future__ import annotations

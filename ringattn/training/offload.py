@@ -174,11 +174,11 @@ class Offload:
         return view
 
 
-def check_budget(config: Config, model: ModelConfig, ring_processes: int, compute_bytes: int) -> None:
+def check_budget(config: Config, model: ModelConfig, row_ranks: int, compute_bytes: int) -> None:
     """Raises ConfigError, before anything is built, where ``offload_gib`` (or the free host memory) cannot hold what a step saves."""
     if config.activation != "offload":
         return
-    tokens = config.train.micro_rows * config.train.seq_len // ring_processes
+    tokens = config.train.micro_rows * config.train.seq_len // row_ranks
     # The last block's tensors stay.
     per_token = cost.saved_bytes_per_token(model, "none", compute_bytes)
     needed = tokens * (model.layers - 1) * per_token

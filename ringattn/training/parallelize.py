@@ -5,8 +5,8 @@
     3. activation  checkpointing inside of everything else: what is recomputed must see gathered parameters (4 and 5 are around it)
     4. compile     one graph a block, checkpointing included, FSDP's hooks not: they stay eager around the compiled forward; and so does
                    offloading, which takes what the graph as a whole saves
-    5. shard       FSDP2 over shard x ring, HSDP over replicate: every rank of a ring holds a share of the parameters, since each of
-                   them sees other tokens and so contributes its own part of the gradient
+    5. shard       FSDP2 over shard x ring x ulysses, HSDP over replicate: every rank of a ring holds a share of the parameters, since
+                   each of them sees other tokens and so contributes its own part of the gradient
     6. values      memory for this rank's shards only, then the one table of initial values, equal for every sharding
 
 Steps 3 and 4 replace ``block.forward``, not the module: no wrapper prefix ever enters a parameter's name, so that a checkpoint of any
@@ -29,6 +29,7 @@ from ringattn.kernels.select import select_kernel
 from ringattn.model.config import ModelConfig
 from ringattn.model.transformer import FREE_TO_SAVE, Attend, Block, Transformer
 from ringattn.ring.attention import attend
+from ringattn.ring.ring import Ring
 from ringattn.training.mesh import Mesh
 from ringattn.training.offload import GIB, Offload
 from ringattn.training.preflight import kernel_refusal
@@ -51,7 +52,7 @@ def build_model(config: Config, model_config: ModelConfig, mesh: Mesh, kernel: s
     """The model of ``config`` on this rank's share of ``mesh``, initialised from ``config.seed``. Every rank calls this."""
     master, compute = precision(config, mesh.device)
     with torch.device("meta"):
-        model = Transformer(model_config, attend=ring_attend(model_config, kernel, config.deterministic)).to(master)
+        model = Transformer(model_config, attend=ring_attend(model_config, kernel, config.deterministic, mesh.ring)).to(master)
     budget = None if config.offload_gib is None else int(config.offload_gib * GIB)
     offload = Offload(model_config.layers, mesh.device, budget) if config.activation == "offload" else None
     for i, block in enumerate(model.blocks):
@@ -65,12 +66,12 @@ def build_model(config: Config, model_config: ModelConfig, mesh: Mesh, kernel: s
     return model
 
 
-def ring_attend(model_config: ModelConfig, kernel: str, deterministic: bool) -> Attend:
-    """The attention function of every layer: the ring and the mask are in the schedule that ``handle`` names."""
+def ring_attend(model_config: ModelConfig, kernel: str, deterministic: bool, ring: Ring) -> Attend:
+    """The attention function of every layer: the mask and the ring's hops are in the schedule that ``handle`` names."""
     softcap = model_config.softcap or None
 
     def attend_ring(q: Tensor, k: Tensor, v: Tensor, handle: int, sinks: Tensor | None) -> Tensor:
-        return attend(q, k, v, handle, softcap=softcap, sinks=sinks, kernel=kernel, deterministic=deterministic)
+        return attend(q, k, v, handle, ring=ring, softcap=softcap, sinks=sinks, kernel=kernel, deterministic=deterministic)
 
     return attend_ring
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import yaml
 
 from ringattn.config import Config, TrainConfig, from_dict, to_dict
@@ -22,6 +23,7 @@ from ringattn.training import provenance
 from ringattn.training.charts import THEME, Line, line_chart
 from ringattn.training.metrics import FILE as METRICS
 from ringattn.training.metrics import read_lines
+from ringattn.training.placement import PLANNED
 from ringattn.training.ring_picture import PicturedRing, draw_holders, draw_hops
 
 REPORT = "report.html"
@@ -180,9 +182,9 @@ def _ring(config: Config, facts: dict[str, Any]) -> list[str]:
     """Holders, and the hops of each distinct window for the first row's documents."""
     p, t = config.parallel, config.train
     virtual, size = p.virtual, config.ring_processes(world_size(to_dict(config), facts)) * p.virtual
-    if p.layout == "balanced":
+    if p.layout in PLANNED:
         return ["<p>the layout is planned anew for each batch</p>"]
-    layout = Layout(p.layout, t.seq_len, size)
+    layout = Layout(p.layout, config.padded_len(world_size(to_dict(config), facts)), size)
     parts = [_figure(draw_holders(layout, virtual))]
     if size > LARGEST_RING:
         return [*parts, f'<p class="soft">hops of rings above {LARGEST_RING} shards are not drawn here; scripts/show_schedule.py does</p>']
@@ -191,6 +193,7 @@ def _ring(config: Config, facts: dict[str, Any]) -> list[str]:
     if lengths and sum(map(abs, lengths)) == t.seq_len:
         ids = torch.tensor([-1 if n < 0 else i for i, n in enumerate(lengths)])
         documents = ids.repeat_interleave(torch.tensor([abs(n) for n in lengths]))
+        documents = F.pad(documents, (0, layout.seq_len - t.seq_len), value=-1)
         parts.append(f'<p class="soft">hops of the first row; documents in its mask: {len(lengths)}</p>')
     for window in config.model.distinct_windows:
         schedule = make_schedule(layout, PicturedRing(size), window=window or None, documents=documents, exchange=p.exchange)

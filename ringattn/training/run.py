@@ -14,7 +14,6 @@ from ringattn.config import Config, ConfigError, to_dict
 from ringattn.data import Dataset, build_dataset
 from ringattn.model.config import ModelConfig
 from ringattn.model.transformer import Transformer
-from ringattn.ring.layout import Layout
 from ringattn.training import checkpoint
 from ringattn.training.batches import Batches
 from ringattn.training.checkpoint import Progress
@@ -28,6 +27,7 @@ from ringattn.training.nan_watch import NanWatch
 from ringattn.training.offload import check_budget
 from ringattn.training.optimizer import build_optimizer
 from ringattn.training.parallelize import agree_on_kernel, build_model, precision
+from ringattn.training.placement import Placement
 from ringattn.training.provenance import document_lengths, write_environment
 from ringattn.training.report import write_report
 from ringattn.training.safe_reader import CheckpointError
@@ -47,7 +47,7 @@ class Run:
     model_config: ModelConfig
     mesh: Mesh
     dataset: Dataset
-    layout: Layout
+    placement: Placement
     batches: Batches
     model: Transformer
     optimizer: torch.optim.Optimizer
@@ -103,10 +103,10 @@ def assemble(config: Config, device: torch.device) -> Run:
     dataset = attempt(problems, lambda: build_dataset(config.data, seq_len=config.train.seq_len, seed=config.seed))
     model_config = (attempt(problems, lambda: fill_vocabulary(config.model, dataset)) if dataset is not None else None) or config.model
     kernel = attempt(problems, lambda: agree_on_kernel(config, model_config, mesh))
-    attempt(problems, lambda: check_budget(config, model_config, mesh.ring.processes, precision(config, device)[1].itemsize))
+    attempt(problems, lambda: check_budget(config, model_config, mesh.row_ranks, precision(config, device)[1].itemsize))
     refuse_together(problems)
     assert dataset is not None and kernel is not None
-    layout = Layout(config.parallel.layout, config.train.seq_len, mesh.ring.size)
+    placement = Placement(config, model_config, mesh.ring, config.padded_len(mesh.world_size))
     model = build_model(config, model_config, mesh, kernel)
     optimizer = build_optimizer(config.optim, model)
 
@@ -130,12 +130,12 @@ def assemble(config: Config, device: torch.device) -> Run:
     notes += prepare_folder(folder, config, step, facts if mesh.is_main else None)
     tracker = start_tracker(folder, config, step, mesh.is_main)
     metrics = Metrics(folder.path, step=step, enabled=mesh.is_main, tensorboard=config.log.tensorboard, tracker=tracker)
-    batches = Batches(dataset, mesh, layout, config, model_config.distinct_windows)
+    batches = Batches(dataset, mesh, placement, config.train)
     predicted = forecast(
         config, model_config, world_size=mesh.world_size, compute_bytes=precision(config, device)[1].itemsize, device=device,
         documents=visible_length(dataset, config),
     )
-    run = Run(config, model_config, mesh, dataset, layout, batches, model, optimizer, folder, metrics, console, kernel, predicted, step)
+    run = Run(config, model_config, mesh, dataset, placement, batches, model, optimizer, folder, metrics, console, kernel, predicted, step)
     run.watch = NanWatch(model) if config.debug.nan else None
     introduce(run, found, notes)
     return run

@@ -252,7 +252,9 @@ def test_show_schedule(tmp_path: Path) -> None:
     done = script("show_schedule.py", "parallel.layout=balanced", "train.seq_len=2048", "--documents", "700,700", cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.startswith("balanced, 2,048 positions, 8 shards of 256"), done.stderr
     done = script("show_schedule.py", "parallel.ring=3", "train.seq_len=4096", "parallel.layuot=zigzag", cwd=tmp_path)
-    assert done.returncode == 2 and "did you mean parallel.layout?" in done.stderr and "next length that works is 4098" in done.stderr
+    assert done.returncode == 2 and "did you mean parallel.layout?" in done.stderr
+    done = script("show_schedule.py", "parallel.ring=3", "train.seq_len=4096", "parallel.layout=auto", cwd=tmp_path)
+    assert done.returncode == 0 and "rows of 4096 padded to 4224: 3.12% more" in done.stdout, done.stderr
     done = script("show_schedule.py", "train.seq_len=4096", "--documents", "4000,97", cwd=tmp_path)
     assert done.returncode == 2 and "4097 tokens do not fit into train.seq_len=4096" in done.stderr and "Traceback" not in done.stderr
 
