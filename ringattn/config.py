@@ -23,7 +23,7 @@ from ringattn.data.config import DataConfig
 from ringattn.kernels.select import KERNELS
 from ringattn.model.config import ModelConfig
 from ringattn.ring.layout import ALL_LAYOUTS, padded_length
-from ringattn.ring.schedule import EXCHANGES
+from ringattn.ring.schedule import EXCHANGES, WIRES
 from ringattn.ring.ulysses import check_heads
 from ringattn.typed import ConfigError, Problems, build, suggest
 
@@ -61,6 +61,7 @@ class ParallelConfig:
     virtual: int = 1  # virtual shards on each rank of the ring
     layout: str = "zigzag"  # contiguous | zigzag (equal causal work) | striped | chunk-striped; planned a batch: balanced | auto (the best)
     exchange: str = "ring"  # ring | allgather (gather all KV at once: fewer, larger transfers, more memory)
+    wire: str = "exact"  # dtype of travelling dK / dV: exact (that of the sums) | bf16 (half the bytes; error 3e-3 in a ring of 8)
     ulysses: int = 1  # ranks that hold parts of one shard and split its heads in attention (DeepSpeed-Ulysses)
     transport: Literal["auto", "p2p", "push"] = "p2p"  # NCCL / gloo, or copy engines within a node; auto: push where all can
     shard: int = 1  # rings that share one copy of the parameters
@@ -256,7 +257,7 @@ def _check_values(c: Config, problems: Problems) -> None:
     check(c.schedule.min_ratio <= 1, "schedule.min_ratio", "must be from 0 to 1")
     check(c.offload_gib is None or 0 < c.offload_gib < math.inf, "offload_gib", "must be a number above 0, or null")
     check(c.train.seq_len <= LONGEST, "train.seq_len", f"must be at most {LONGEST} (the kernels count rows in 32 bits)")
-    for key, choices in (("kernel", KERNELS), ("parallel.layout", (*ALL_LAYOUTS, "auto")), ("parallel.exchange", EXCHANGES)):
+    for key, choices in (("kernel", KERNELS), ("parallel.layout", (*ALL_LAYOUTS, "auto")), ("parallel.exchange", EXCHANGES), ("parallel.wire", WIRES)):
         check(_get(c, key) in choices, key, f"expected one of {', '.join(choices)}{suggest(_get(c, key), choices)}")
     check(not c.debug.nan or not c.compile, "debug.nan", "needs compile=false: it looks into the blocks")
     check(not c.debug.check or not c.compile, "debug.check", "needs compile=false: it looks into the blocks")

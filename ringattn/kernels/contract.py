@@ -105,7 +105,11 @@ class State:
 
 
 class Kernel(Protocol):
-    """One implementation of a hop, forward and backward. Methods enqueue work and never synchronise with the host."""
+    """One implementation of a hop, forward and backward. Methods enqueue work and never synchronise with the host.
+
+    A kernel whose ``backward`` does everything at once, so that part "kv" leaves nothing for part "q", says so by an attribute
+    ``fused_backward = True``: the ring then keeps other work back.
+    """
 
     name: str
 

@@ -88,6 +88,11 @@ class GluonKernel:
         self._layouts: dict[tuple[int, int, int], Any] = {}
         self._backward_kernel: Kernel | None = None
 
+    @property
+    def fused_backward(self) -> bool:
+        """Whether dq, dk and dv come out of one kernel, so that part "kv" leaves nearly nothing for part "q"."""
+        return not self.deterministic
+
     @staticmethod
     def available(device: torch.device) -> str | None:
         """Why the kernel cannot be used on this device, or None. Compiles and runs a self-check the first time (seconds)."""

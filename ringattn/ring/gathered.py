@@ -36,7 +36,8 @@ def reduce_dkv(whole: Tensor, schedule: Schedule) -> Tensor:
     by_shard, ring = whole.index_select(0, schedule.permutation[0]), schedule.ring
     if ring.processes == 1:
         return by_shard
+    by_shard = by_shard.to(schedule.wire_dtype(by_shard.dtype))
     arrived = torch.empty_like(by_shard)
     note = Note(ring.passes, "backward", 1, "gathered dkv")
     complete(ring, note, lambda: dist.all_to_all_single(arrived, by_shard, group=ring.group, async_op=True), by_shard.device)
-    return rearrange(arrived, "(p s) ... -> p s ...", p=ring.processes).sum(0)
+    return rearrange(arrived, "(p s) ... -> p s ...", p=ring.processes).sum(0, dtype=whole.dtype)

@@ -11,8 +11,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ringattn.kernels.contract import KEY_BLOCK
+from ringattn.ring.ring import Ring
 
 Hull = tuple[int, int]  # rows [start, stop) of a shard; start == stop is empty
 
@@ -28,6 +30,38 @@ class Transfer:
     def slice(self, origin: int) -> slice:
         """The rows of shard ``origin``'s KV (or dKV) that this message carries."""
         return slice(self.starts[origin], self.starts[origin] + self.rows)
+
+
+class Route(NamedTuple):
+    """A transfer as one process sees it, worked out before the loop. Own shards are numbered 0 .. V - 1.
+
+    ``carried``, ``arrived``: the rows that own shard j sends, and that it gets. ``sources``: the own shard whose buffer j gets, None
+    where a message brings it. ``receives``: (own shard, process it comes from). ``sends``: (own shard, process it goes to, own shard
+    in the role of the receiver). ``targets``, ``origins``: those processes.
+    """
+
+    carried: tuple[slice, ...]
+    arrived: tuple[slice, ...]
+    sources: tuple[int | None, ...]
+    receives: tuple[tuple[int, int], ...]
+    sends: tuple[tuple[int, int, int], ...]
+    targets: tuple[int, ...]
+    origins: tuple[int, ...]
+
+
+def plan_route(transfer: Transfer, offset: int, ring: Ring) -> Route:
+    """The route of a transfer by which each shard w passes on what it holds of shard w - ``offset``."""
+    size, shards = ring.size, ring.shards
+    sources = [(w - transfer.shift) % size for w in shards]
+    targets = [(w + transfer.shift) % size for w in shards]
+    receives = tuple((j, s // ring.virtual) for j, s in enumerate(sources) if s not in shards)
+    sends = tuple((j, t // ring.virtual, t % ring.virtual) for j, t in enumerate(targets) if t not in shards)
+    return Route(
+        carried=tuple(transfer.slice((w - offset) % size) for w in shards),
+        arrived=tuple(transfer.slice((s - offset) % size) for s in sources),
+        sources=tuple(s - shards.start if s in shards else None for s in sources),
+        receives=receives, sends=sends, targets=tuple(to for _, to, _ in sends), origins=tuple(origin for _, origin in receives),
+    )  # fmt: skip
 
 
 def live_offsets(hulls: Sequence[Sequence[Hull]]) -> tuple[int, ...]:

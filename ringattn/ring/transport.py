@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn.ring.hang import guard, watch_of
+from ringattn.ring.messages import Route
 from ringattn.ring.ring import Ring
-from ringattn.ring.schedule import Transfer
 
 
 class Message(NamedTuple):
@@ -79,8 +79,8 @@ class PointToPoint:
 
     def post(self, sends: list[Message], receives: list[Message], note: Note) -> list[dist.Work]:
         group, peer = self.ring.group, self.ring.global_rank
-        ops = [dist.P2POp(dist.isend, m.payload, peer(m.process), group) for m in sends if m.payload.numel()]
-        ops += [dist.P2POp(dist.irecv, m.payload, peer(m.process), group) for m in receives if m.payload.numel()]
+        ops = [dist.P2POp(dist.isend, x, peer(m.process), group) for m in sends if (x := m.payload).numel()]
+        ops += [dist.P2POp(dist.irecv, x, peer(m.process), group) for m in receives if (x := m.payload).numel()]
         works = dist.batch_isend_irecv(ops) if ops else []
         if works:
             self._device = ops[0].tensor.device
@@ -131,54 +131,53 @@ def use_transport(ring: Ring, name: str, device: torch.device) -> str:
     return "push"
 
 
+class Slot:
+    """A travelling buffer [L, 2, B, Hkv, D] and its ``halves``, views of K and V [B, L, Hkv, D] (or of dK and dV)."""
+
+    __slots__ = ("buffer", "halves")
+
+    def __init__(self, buffer: Tensor) -> None:
+        self.buffer = buffer
+        self.halves: tuple[Tensor, Tensor] = buffer.permute(1, 2, 0, 3, 4).unbind(0)  # type: ignore[assignment]
+
+
 class Carousel:
     """One travelling buffer for each shard of this process, and the spare ones that arrivals go into.
 
     ``held[j]`` is what this process's j-th shard holds now. Moves between shards of one process pass a reference; only moves
-    to another process are messages. A message's rows depend on whose data it is: at offset d, shard w holds that of w - d.
+    to another process are messages. ``count``: buffers that the pass will need, made here, before its loop.
     """
 
-    def __init__(self, ring: Ring, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, ring: Ring, shape: Sequence[int], dtype: torch.dtype, device: torch.device, count: int) -> None:
         self.ring, self.transport = ring, transport_of(ring)
-        self._make = lambda: self.transport.allocate(shape, dtype, device)
-        self._spare: list[Tensor] = []
-        self.held: list[Tensor] = []
-        self._pending: tuple[Any, list[Tensor], list[Tensor], guard] | None = None
+        self._spare = [Slot(self.transport.allocate(shape, dtype, device)) for _ in range(count)]
+        self.held: list[Slot] = []
+        self._pending: tuple[Any, list[Slot], list[Slot], guard] | None = None
 
-    def take(self) -> Tensor:
-        """A free buffer (allocated in the first hops only; afterwards the same few go round)."""
-        return self._spare.pop() if self._spare else self._make()
+    def take(self) -> Slot:
+        """A free buffer: the same few go round."""
+        return self._spare.pop()
 
-    def give(self, buffers: Sequence[Tensor]) -> None:
+    def give(self, slots: Sequence[Slot]) -> None:
         """Hand buffers back whose content is no longer needed."""
-        self._spare.extend(buffers)
+        self._spare.extend(slots)
 
     def close(self) -> None:
         """The pass is over: all buffers go back to the transport."""
-        for buffer in (*self._spare, *self.held):
-            self.transport.release(buffer)
+        for slot in (*self._spare, *self.held):
+            self.transport.release(slot.buffer)
         self._spare, self.held = [], []
 
-    def post(self, transfer: Transfer, offset: int, note: Note) -> None:
+    def post(self, route: Route, note: Note) -> None:
         """Start passing ``held`` on; it stays readable, but must not be written, until :meth:`wait`."""
-        ring, size, start = self.ring, self.ring.size, self.ring.shards.start
-        came_from = [(w - transfer.shift) % size for w in ring.shards]
-        arriving = [self.held[s - start] if s in ring.shards else self.take() for s in came_from]
-        receives = [
-            Message(buffer, transfer.slice((s - offset) % size), s // ring.virtual, buffer)
-            for s, buffer in zip(came_from, arriving, strict=True) if s not in ring.shards
-        ]
-        leaving, sends = [], []
-        for w, buffer in zip(ring.shards, self.held, strict=True):
-            target = (w + transfer.shift) % size
-            if target not in ring.shards:
-                twin = arriving[target % ring.virtual]
-                sends.append(Message(buffer, transfer.slice((w - offset) % size), target // ring.virtual, twin))
-                leaving.append(buffer)
-        peers = [m.process for m in sends], [m.process for m in receives]
-        with guard(ring, "posting", note, *peers):
+        held = self.held
+        arriving = [self.take() if source is None else held[source] for source in route.sources]
+        receives = [Message(arriving[j].buffer, route.arrived[j], process, arriving[j].buffer) for j, process in route.receives]
+        sends = [Message(held[j].buffer, route.carried[j], process, arriving[twin].buffer) for j, process, twin in route.sends]
+        with guard(self.ring, "posting", note, route.targets, route.origins):
             ticket = self.transport.post(sends, receives, note)
-        self._pending = (ticket, arriving, leaving, guard(ring, "waiting", note, *peers))
+        waiting = guard(self.ring, "waiting", note, route.targets, route.origins)
+        self._pending = (ticket, arriving, [held[j] for j, _, _ in route.sends], waiting)
 
     def wait(self) -> None:
         """Finish what :meth:`post` started: ``held`` becomes what has arrived."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -81,11 +82,8 @@ class Batches:
         tokens, labels, positions = (
             layout.shard(x, ring).to(device, non_blocking=True) for x in (batch.tokens, batch.labels, batch.positions)
         )
-        exchange = self.placement.exchange
-        schedules = [
-            make_schedule(layout, ring, window=w or None, documents=batch.documents, exchange=exchange, device=device)
-            for w in self.placement.layers
-        ]
+        how: dict[str, Any] = {"exchange": self.placement.exchange, "wire": self.placement.wire, "device": device}
+        schedules = [make_schedule(layout, ring, window=w or None, documents=batch.documents, **how) for w in self.placement.layers]
         return MicroBatch(tokens, labels, positions, schedules)
 
     def count_valid(self, rows: Sequence[Placed]) -> int:

@@ -58,7 +58,8 @@ def picture(layout: Layout, virtual: int, *, fancy: bool = True) -> list[str]:
             filled = list(2 * np.bincount(held * cells // layout.seq_len, minlength=cells) > sizes)
             runs = np.split(held, np.flatnonzero(np.diff(held) != 1) + 1)
             text = ", ".join(f"{r[0]}-{r[-1]}" for r in runs)
-        place = f"rank {shard // virtual}" + (f" shard {shard}" if virtual > 1 else "")
+        u, process = layout.ulysses, shard // virtual
+        place = (f"rank {process}" if u == 1 else f"ranks {process * u}-{process * u + u - 1}") + (f" shard {shard}" if virtual > 1 else "")
         lines.append(f"{place}  {''.join(full if f else empty for f in filled)}  {text}")
     if layout.ring_size > SHOWN_SHARDS:
         lines.append(f"... and {layout.ring_size - SHOWN_SHARDS} more {'shards' if virtual > 1 else 'ranks'}")

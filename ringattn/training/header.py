@@ -70,8 +70,9 @@ def cost_rows(run: Run) -> list[tuple[str, str]]:
     flops = cost.step_flops(m, tokens=run.tokens_per_step, pairs=pairs, policy=c.activation)
     dtype = {torch.bfloat16: "bf16 (fp32 weights and sums)", torch.float32: "fp32", torch.float64: "fp64"}[compute]
     compiled = "compiled" if c.compile else "eager"
+    wire = "" if c.parallel.wire == "exact" else f", wire {c.parallel.wire}"
     return [
         ("cost", f"up to {short(flops.total + flops.recompute, 'FLOP')} a step"),
         *(("", line) for line in run.forecast.lines()),
-        ("path", f"kernel {run.kernel}, exchange {c.parallel.exchange}, {dtype}, activations {c.activation}, {compiled}"),
+        ("path", f"kernel {run.kernel}, exchange {c.parallel.exchange}{wire}, {dtype}, activations {c.activation}, {compiled}"),
     ]

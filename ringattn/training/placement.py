@@ -46,7 +46,8 @@ class Placement:
     """
 
     def __init__(self, config: Config, model: ModelConfig, ring: Ring, seq_len: int) -> None:
-        self.kind, self.exchange, self.seq_len, self.ring = config.parallel.layout, config.parallel.exchange, seq_len, ring
+        p = config.parallel
+        self.kind, self.exchange, self.wire, self.seq_len, self.ring = p.layout, p.exchange, p.wire, seq_len, ring
         self.layers = Counter(model.layer_windows)
         self.widest = None if 0 in self.layers else max(self.layers)
         self.fixed = None if self.kind in PLANNED else Layout(self.kind, seq_len, ring.size, ring.ulysses)

@@ -131,7 +131,7 @@ def test_a_saved_output_never_turns_the_ring_again(compiled, monkeypatch):
     torch._dynamo.reset()
     posts = []
     post = Carousel.post
-    monkeypatch.setattr(Carousel, "post", lambda self, transfer, offset, note: posts.append(note[1:]) or post(self, transfer, offset, note))
+    monkeypatch.setattr(Carousel, "post", lambda self, route, note: posts.append(note[1:]) or post(self, route, note))
     ring = Ring(virtual=4)
     handle = make_schedule(Layout("zigzag", 32, 4), ring).handle
     x, weights = make_layers(3, 32)

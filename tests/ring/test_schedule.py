@@ -195,11 +195,11 @@ def test_window_is_a_halo_exchange_and_documents_stay_home():
     window = make_schedule(layout, ring, window=200)
     assert window.offsets == (0, 1) and [t.rows for t in window.kv] == [256] and [t.rows for t in window.dkv] == [256]
     row = 2 * 3 * 2 * 64
-    assert window.message_bytes(batch=3, kv_heads=2, head_dim=64, itemsize=2) == (256 * row * 2, 256 * row * 2 + 256 * row * 4)
+    assert window.message_bytes(batch=3, kv_heads=2, head_dim=64, dtype=torch.bfloat16) == (256 * row * 2, 256 * row * 2 + 256 * row * 4)
     documents = torch.arange(w).repeat_interleave(length)
     packed = make_schedule(layout, ring, documents=documents)
     assert packed.offsets == (0,) and packed.kv == ()
-    assert packed.message_bytes(batch=1, kv_heads=1, head_dim=1, itemsize=2) == (0, 0)
+    assert packed.message_bytes(batch=1, kv_heads=1, head_dim=1, dtype=torch.float16) == (0, 0)
     # documents of at most a shard's length reach into the next shard only, and by no more than what is left of them
     lengths = torch.tensor([300, 900, 1000, 1024, 1024, 700, 1024, 1024, 196, 1000])
     ragged = make_schedule(layout, ring, documents=torch.arange(10).repeat_interleave(lengths))

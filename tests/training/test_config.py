@@ -49,8 +49,9 @@ def composed(*overrides: str) -> dict[str, Any]:
         ({"model.windows": 64}, 1, "model.windows=64: expected a list of whole numbers"),
         ({"precision": "fp16"}, 1, "precision=fp16: is not offered by this version"),
         ({"precision": "half"}, 1, "precision='half': expected one of auto, fp64, fp32, bf16"),
-        ({"parallel.layout": "diagonal"}, 1, "parallel.layout=diagonal: expected one of contiguous, zigzag, striped, chunk-striped, balanced"),
+        ({"parallel.layout": "diagonal"}, 1, "parallel.layout=diagonal: expected one of contiguous, zigzag, striped, chunk-striped,"),
         ({"parallel.exchange": "mesh"}, 1, "parallel.exchange=mesh: expected one of ring, allgather"),
+        ({"parallel.wire": "fp8"}, 1, "parallel.wire=fp8: expected one of exact, bf16"),
         ({"parallel.ulysses": 2}, 1, "parallel.ring=null: parallel.replicate x parallel.shard x parallel.ulysses = 1 x 1 x 2 = 2 does not "
          "divide the 1 processes started"),
         ({"parallel.ulysses": 2, "parallel.ring": 2}, 2, "ring x replicate x shard x ulysses = 2 x 1 x 1 x 2 = 4, but 2 processes were"),

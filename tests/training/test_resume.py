@@ -34,10 +34,15 @@ def interrupted(launch: Launch, raw: dict[str, Any], stops: list[int]) -> dict[s
     return result
 
 
-@pytest.mark.parametrize("mesh", [{}, {"parallel.ring": 2}], ids=["1", "ring 2"])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+PLANNED = {"parallel.ring": 1, "parallel.ulysses": 2, "parallel.virtual": 3, "parallel.layout": "auto", "train.seq_len": 97}
+NARROW = {"parallel.ring": 2, "parallel.layout": "balanced", "parallel.wire": "bf16"}
+
+
+@pytest.mark.parametrize(("mesh", "optimizer"), [
+    ({}, "adamw"), ({}, "sgd"), ({"parallel.ring": 2}, "adamw"), ({"parallel.ring": 2}, "sgd"), (PLANNED, "adamw"), (NARROW, "adamw"),
+], ids=["1-adamw", "1-sgd", "ring 2-adamw", "ring 2-sgd", "planned and ulysses", "bf16 wire"])  # fmt: skip
 def test_stop_and_resume_twice_is_bit_equal(mesh: dict[str, Any], optimizer: str, ranks: Ranks, raw: Callable[..., Any]) -> None:
-    world_size = mesh.get("parallel.ring", 1)
+    world_size = mesh.get("parallel.ring", 1) * mesh.get("parallel.ulysses", 1)
     settings = SAVING | mesh | {"optim.name": optimizer, "optim.momentum": 0.9}
     straight = ranks.run(world_size, trajectory, raw(settings), False)
     parts = ranks.run(world_size, interrupted, raw(settings | {"name": "parts"}), [3, 5])
