@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ring_cases import Base, Ours, Problem, RingFlashAttention, Single, TorchContextParallel, run_processes
+from ring_cases import Base, Ours, Problem, RingFlashAttention, Single, TorchContextParallel, add_arguments, run_processes
 
 from ringattn.ring.timeline import measure
 
@@ -83,6 +83,7 @@ def builders(args: argparse.Namespace, problem: Problem, device: torch.device, r
         if 1 < ulysses == ranks.size and (exchange, layout, transport) != first:
             continue  # no ring is left: all of these are the same
         choice = {"layout": layout, "exchange": exchange, "transport": transport, "ulysses": ulysses, "virtual": args.virtual}
+        choice["wire"] = args.wire
         made[Ours.describe(**choice)] = lambda choice=choice: Ours(problem, device, args.kernel, **choice)
     if ranks.size > 1 and "torch" in args.peers:
         for method in ("allgather", "alltoall"):
@@ -255,26 +256,17 @@ def parse() -> argparse.Namespace:
         return [int(w) for w in words(text)]
 
     parser.add_argument("--lengths", type=numbers, default=None, help="total lengths in tokens (16384,32768,131072; on a CPU 2048)")
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--kv-heads", type=int, default=16)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--full", action="store_true", help="not causal")
-    parser.add_argument("--window", type=int, default=0, help="0: none")
-    parser.add_argument("--documents", type=int, default=0, help="packed documents of random lengths, 0: none")
+    add_arguments(parser, heads=16, kv_heads=16, head_dim=128, out="runs/bench_ring")
     parser.add_argument("--dtype", choices=DTYPES, default=None, help="bf16; on a CPU fp32")
-    parser.add_argument("--kernel", default="auto")
     parser.add_argument("--layouts", type=words, default=["zigzag"])
     parser.add_argument("--exchanges", type=words, default=["ring"])
     parser.add_argument("--transports", type=words, default=["p2p"])
     parser.add_argument("--ulysses", type=numbers, default=[1], help="sizes of the Ulysses axis; the number of processes: no ring at all")
-    parser.add_argument("--virtual", type=int, default=1, help="virtual shards a process")
     parser.add_argument("--peers", type=words, default=["torch", "ring-flash-attn"])
     parser.add_argument("--ring-flash-attn", default="", metavar="FOLDER", help="holds the package ring_flash_attn")
-    parser.add_argument("--processes", type=int, default=1, help="start so many (without torchrun)")
     parser.add_argument("--repeats", type=int, default=7, help="turns of each candidate")
     parser.add_argument("--inner", type=int, default=3, help="steps a turn")
     parser.add_argument("--limit", type=float, default=540.0, help="seconds after which nothing new is begun")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench_ring"))
     return parser.parse_args()
 
 

@@ -6,6 +6,7 @@ this process's rows. Its constructor raises where it cannot, with the reason.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import importlib.util
@@ -125,9 +126,9 @@ class Ours(Base):
 
     def __init__(
         self, problem: Problem, device: torch.device, kernel: str, *, layout: str = "zigzag", exchange: str = "ring",
-        transport: str = "p2p", ulysses: int = 1, virtual: int = 1,
+        transport: str = "p2p", ulysses: int = 1, virtual: int = 1, wire: str = "exact",
     ) -> None:
-        self.name = self.describe(layout, exchange, transport, ulysses, virtual)
+        self.name = self.describe(layout, exchange, transport, ulysses, virtual, wire)
         processes = dist.get_world_size() if dist.is_initialized() else 1
         mask = problem.mask()
         if ulysses == 1:
@@ -148,15 +149,15 @@ class Ours(Base):
             use_transport(ring, transport, device)
         planned = {"documents": mask["documents"], "window": problem.window or None} if layout == "balanced" else {}
         place = Layout(layout, problem.seq_len, ring.size, ulysses=ulysses, **planned)
-        self.schedule = make_schedule(place, ring, exchange=exchange, device=device, **mask)
+        self.schedule = make_schedule(place, ring, exchange=exchange, wire=wire, device=device, **mask)
         self.kernel = kernel
         self.inputs = problem.tensors(problem.seq_len // processes, device)
 
     @staticmethod
-    def describe(layout: str, exchange: str, transport: str, ulysses: int, virtual: int) -> str:
+    def describe(layout: str, exchange: str, transport: str, ulysses: int, virtual: int, wire: str) -> str:
         """E.g. ``ring zigzag push``."""
         options = f" {transport}" * (transport != "p2p") + f" ulysses {ulysses}" * (ulysses > 1) + f" virtual {virtual}" * (virtual > 1)
-        return f"{exchange} {layout}{options}"
+        return f"{exchange} {layout}{options}" + f" wire {wire}" * (wire != "exact")
 
     def solve(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend(q, k, v, self.schedule.handle, ring=self.all_of_it, kernel=self.kernel)
@@ -224,6 +225,21 @@ def load_ring_flash_attention(folder: str, module: str) -> Any:
         stub.__path__ = list(spec.submodule_search_locations)
         sys.modules[package] = stub
     return importlib.import_module(f"{package}.{module}")
+
+
+def add_arguments(parser: argparse.ArgumentParser, heads: int, kv_heads: int, head_dim: int, out: str) -> None:
+    """What every script about a :class:`Problem` asks for; the numbers are its defaults."""
+    parser.add_argument("--heads", type=int, default=heads)
+    parser.add_argument("--kv-heads", type=int, default=kv_heads)
+    parser.add_argument("--head-dim", type=int, default=head_dim)
+    parser.add_argument("--full", action="store_true", help="not causal")
+    parser.add_argument("--window", type=int, default=0, help="0: none")
+    parser.add_argument("--documents", type=int, default=0, help="packed documents of random lengths, 0: none")
+    parser.add_argument("--kernel", default="auto")
+    parser.add_argument("--wire", default="exact", help="dtype of travelling dK / dV: exact or bf16")
+    parser.add_argument("--virtual", type=int, default=1, help="virtual shards a process")
+    parser.add_argument("--processes", type=int, default=1, help="start so many (without torchrun)")
+    parser.add_argument("--out", type=Path, default=Path(out))
 
 
 def _enter(rank: int, world: int, port: int, function: Callable[..., None], args: tuple) -> None:

@@ -94,11 +94,20 @@ class Timeline:
     def _since_start_ms(self, mark: Mark) -> float:
         return self._start.elapsed_time(mark) if self.device.type == "cuda" else (mark - self._start) * 1e3
 
+    def totals(self) -> tuple[float, float]:
+        """Exposed milliseconds of this process, and those of its transfers' windows. Waits for the GPU."""
+        spans = self.spans()
+        return sum(s.exposed_ms for s in spans), sum(s.window_ms for s in spans)
+
     def summary(self) -> dict[str, float]:
         """``comm_exposed_ms`` of this process, and ``comm_hidden_pct`` of its transfers' windows. Waits for the GPU."""
-        spans = self.spans()
-        exposed, windows = sum(s.exposed_ms for s in spans), sum(s.window_ms for s in spans)
-        return {"comm_exposed_ms": exposed, "comm_hidden_pct": 100.0 * (1.0 - exposed / windows) if windows else 100.0}
+        exposed, windows = self.totals()
+        return {"comm_exposed_ms": exposed, "comm_hidden_pct": hidden_pct(exposed, windows)}
+
+
+def hidden_pct(exposed_ms: float, windows_ms: float) -> float:
+    """How much of the windows was hidden; 100 where nothing was sent."""
+    return 100.0 * (1.0 - exposed_ms / windows_ms) if windows_ms else 100.0
 
 
 @contextmanager

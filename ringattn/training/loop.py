@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from enum import IntEnum
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 
 from ringattn import cost
 from ringattn.data import IGNORE
+from ringattn.ring.timeline import hidden_pct, measure
 from ringattn.training import checkpoint
 from ringattn.training.forecast import KEPT_STEPS
 from ringattn.training.metrics import exchange, peak_memory_gib
@@ -97,28 +99,31 @@ def train_step(run: Run, signals: StopSignals, before_update: Hook | None = None
 
     loss_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
     pairs = [0] * len(run.model_config.distinct_windows)
-    for i, placed in enumerate(rows):
-        # 2. This rank's positions of them, and the hops that their mask needs.
-        micro = run.batches.place(placed)
-        pairs = [a + b for a, b in zip(pairs, micro.pairs, strict=True)]
-        # 3. Gradients of earlier micro-batches wait, unreduced, for the last one (or are reduced each time: the same sum).
-        set_gradient_sync(model, config.parallel.grad_sync == "each" or i == len(rows) - 1)
-        # 4. Forward: the sum of this rank's losses. KV turns round the ring once a layer.
-        loss = model(micro.tokens, micro.positions, micro.labels, micro.handles)
-        # 5. Backward of its share of the mean. KV turns again, dKV comes home, FSDP sums what all ranks found.
-        if i == 0 and counting is not None:
-            counting.wait()
-        (loss / targets).backward()
-        loss_sum += loss.detach()
+    # Where real transfers are made, they are measured now and then: event records only, read once the step is enqueued.
+    timed = mesh.ring.processes > 1 and (step + 1) % config.log.every == 0
+    with measure(mesh.ring, mesh.device) if timed else nullcontext() as timeline:
+        for i, placed in enumerate(rows):
+            # 2. This rank's positions of them, and the hops that their mask needs.
+            micro = run.batches.place(placed)
+            pairs = [a + b for a, b in zip(pairs, micro.pairs, strict=True)]
+            # 3. Gradients of earlier micro-batches wait, unreduced, for the last one (or are reduced each time: the same sum).
+            set_gradient_sync(model, config.parallel.grad_sync == "each" or i == len(rows) - 1)
+            # 4. Forward: the sum of this rank's losses. KV turns round the ring once a layer.
+            loss = model(micro.tokens, micro.positions, micro.labels, micro.handles)
+            # 5. Backward of its share of the mean. KV turns again, dKV comes home, FSDP sums what all ranks found.
+            if i == 0 and counting is not None:
+                counting.wait()
+            (loss / targets).backward()
+            loss_sum += loss.detach()
 
     # 6. All ranks look at the same numbers, once, before any weight changes.
     gradients = local_gradients(model.parameters())
     norm = gradient_norm(gradients, mesh.sharded)
     lr = learning_rate(config, step)
     uneven = sum(r.slowest for r in rows) / max(1e-30, sum(r.mean for r in rows))
-    losses, norms, counts, memory, stops, balances, *all_pairs = exchange(
-        mesh, [loss_sum, norm, targets, peak_memory_gib(mesh.device), float(signals.requested), uneven, *map(float, pairs)]
-    )
+    own: list[torch.Tensor | float] = [loss_sum, norm, targets, peak_memory_gib(mesh.device), float(signals.requested), uneven]
+    own += timeline.totals() if timeline is not None else (0.0, 0.0)
+    losses, norms, counts, memory, stops, balances, exposed, windows, *all_pairs = exchange(mesh, [*own, *map(float, pairs)])
     loss_mean = sum(losses) / counts[0] if counts[0] else float("nan")
     if run.watch is not None:
         run.watch.report(step + 1)
@@ -146,6 +151,8 @@ def train_step(run: Run, signals: StopSignals, before_update: Hook | None = None
     }
     if mesh.ring.size > 1:
         record["ring_balance"] = max(balances)
+    if timed:
+        record |= {"comm_exposed_ms": max(exposed), "comm_hidden_pct": hidden_pct(sum(exposed), sum(windows))}
     if mesh.device.type == "cuda":
         whole = [sum(p) / mesh.row_ranks for p in all_pairs]  # each rank of a ring has counted the whole ring
         flops = cost.step_flops(run.model_config, tokens=run.tokens_per_step, pairs=[round(p) for p in whole]).total

@@ -4,6 +4,8 @@ A line holds ``step`` (finished steps), ``loss`` (nats a target), ``grad_norm`` 
 step), ``tokens`` (positions read since the start of the run, over all ranks), and after a validation ``val_loss`` and
 ``val_nats_per_byte``, in a ring ``ring_balance`` (predicted time of attention in lock step over the mean of its shards; of the
 slowest ring). These are a pure function of the config (and of the topology, in their last bits). The fields of TIMINGS are not.
+Every ``log.every`` steps ``comm_exposed_ms`` (how long attention waited for the ring's transfers in the step, of the rank that waited
+longest) and ``comm_hidden_pct`` (of all ranks' transfer time), see ringattn.ring.timeline.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from ringattn.config import ConfigError, LogConfig
 from ringattn.training.mesh import Mesh
 
-TIMINGS = ("tokens_per_s", "step_s", "mem_gib", "mfu")
+TIMINGS = ("tokens_per_s", "step_s", "mem_gib", "mfu", "comm_exposed_ms", "comm_hidden_pct")
 FILE = "metrics.jsonl"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ import ringattn.ring.attention as ring_module
 from ringattn import Layout, Ring, make_schedule, ring_attention
 from ringattn.kernels.torch_tiled import TorchKernel
 from ringattn.ring import hops
+from ringattn.ring.alone import IdleKernel, lone_rank
 from ringattn.ring.transport import Carousel, PointToPoint
 
 NAMES = ("out", "dq", "dk", "dv")
@@ -34,46 +34,6 @@ def attention(ring, kind, mask, tensors, **kwargs):
 # --- one rank of a ring of many -----------------------------------------------------------------------------------------
 
 
-class Nobody:
-    """A transport without a peer: messages go nowhere."""
-
-    def allocate(self, shape, dtype, device):
-        return torch.empty(tuple(shape), dtype=dtype)
-
-    def post(self, sends, receives, note):
-        return None
-
-    def wait(self, ticket):
-        pass
-
-    def release(self, buffer):
-        pass
-
-
-class Idle:
-    """A kernel that does nothing."""
-
-    name, fused_backward = "idle", True
-
-    def forward(self, *args, **kwargs):
-        pass
-
-    def prepare(self, out, dout, lse, dlse):
-        return SimpleNamespace(delta=lse)
-
-    def backward(self, *args, **kwargs):
-        pass
-
-
-def rank_of(size: int) -> Ring:
-    """Rank 0 of a ring of ``size`` processes, in this process alone."""
-    ring = Ring()
-    ring.processes = ring.size = size
-    ring.transport = Nobody()
-    ring.watch = SimpleNamespace(doing=SimpleNamespace(), gone="", ranks=list(range(size)))
-    return ring
-
-
 def peak_bytes(run, *args) -> int:
     """Most bytes that ``run(*args)`` held at one time beyond what there was."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
@@ -88,20 +48,19 @@ def peak_bytes(run, *args) -> int:
 
 
 @pytest.fixture
-def alone(monkeypatch):
-    """No comparison between ranks, and a kernel that does nothing."""
-    monkeypatch.setattr(ring_module, "agree_on", lambda *args: None)
-    monkeypatch.setattr(ring_module, "select_kernel", lambda *args, **kwargs: Idle())
+def idle(monkeypatch):
+    """A kernel that does nothing."""
+    monkeypatch.setattr(ring_module, "select_kernel", lambda *args, **kwargs: IdleKernel())
 
 
 @pytest.mark.parametrize("wire", ["exact", "bf16"])
-def test_memory_of_a_rank_does_not_depend_on_the_ring(wire, alone):
+def test_memory_of_a_rank_does_not_depend_on_the_ring(wire, idle):
     rows, heads, kv_heads, dim = 512, 4, 2, 16
     kv_numbers, q_numbers = 2 * rows * kv_heads * dim, rows * heads * dim
     state = 4 * (q_numbers + 2 * rows * heads)
     peaks = {}
     for w in (2, 4, 8, 64):
-        schedule = make_schedule(Layout("zigzag", rows * w, w), rank_of(w), wire=wire)
+        schedule = make_schedule(Layout("zigzag", rows * w, w), lone_rank(w), wire=wire)
         q, dout = (torch.zeros(1, rows, heads, dim, dtype=torch.bfloat16) for _ in range(2))
         k, v = (torch.zeros(1, rows, kv_heads, dim, dtype=torch.bfloat16) for _ in range(2))
         options = (None, schedule.handle, 0.25, 0.0, "auto", False)
@@ -122,9 +81,9 @@ def test_memory_of_a_rank_does_not_depend_on_the_ring(wire, alone):
     assert peaks[2][1] <= peaks[4][1] - (4 * kv_numbers if wire == "exact" else 0)
 
 
-def test_the_loop_allocates_nothing(alone, monkeypatch):
+def test_the_loop_allocates_nothing(idle, monkeypatch):
     """Between the first post of a pass and its last wait no tensor is made."""
-    schedule = make_schedule(Layout("zigzag", 64 * 8, 8), rank_of(8))
+    schedule = make_schedule(Layout("zigzag", 64 * 8, 8), lone_rank(8))
     q, dout, k, v = (torch.zeros(1, 64, 2, 16) for _ in range(4))
     options = (None, schedule.handle, 0.25, 0.0, "auto", False)
     out, lse = torch.ops.ringattn.ring_forward(q, k, v, *options)

@@ -40,6 +40,16 @@ def test_bench_of_a_virtual_ring_stops_at_its_limit(tmp_path):
 
 
 @pytest.mark.ring
+def test_trace_of_a_training_step(tmp_path):
+    run("trace.py", "--processes", "2", "--out", str(tmp_path), "experiment=cpu_tiny", "train.seq_len=61", "train.rows=1")
+    for timeline in json.loads((tmp_path / "timeline.json").read_text()):
+        notes = [(t["note"]["direction"], t["note"]["what"]) for t in timeline["transfers"]]
+        assert notes == [("forward", "kv")] * 2 + [("backward", "kv"), ("backward", "dkv")] * 2  # two layers
+    names = {e["name"] for e in json.loads((tmp_path / "rank1.json").read_text())["traceEvents"]}
+    assert {"training step", "waiting dkv, backward hop 1"} <= names
+
+
+@pytest.mark.ring
 def test_trace(tmp_path):
     run("trace.py", "--processes", "2", "--seq-len", "128", "--out", str(tmp_path))
     for rank, timeline in enumerate(json.loads((tmp_path / "timeline.json").read_text())):
