@@ -15,12 +15,11 @@ import atexit
 import hashlib
 import json
 import os
-import pickle
 import sys
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -30,7 +29,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ringattn.ring.reports import flight_recorder, names, summary, within
 from ringattn.ring.ring import Ring
+
+STORE_GONE = "the process that serves the store (rank 0 or the launcher) is dead or frozen"
 
 
 class RingError(RuntimeError):
@@ -57,7 +59,7 @@ class Doing(NamedTuple):
             return "not yet in a transfer"
         number, direction, hop, what = self.note
         ends = (("from", self.origin), ("to", self.to))
-        peers = " and ".join(f"{word} {_names(dict.fromkeys(self.ranks[p] for p in side))}" for word, side in ends if side)
+        peers = " and ".join(f"{word} {names(dict.fromkeys(self.ranks[p] for p in side))}" for word, side in ends if side)
         where = f"pass {number} ({direction}), hop {hop}"
         match self.state:
             case "comparing":
@@ -133,14 +135,17 @@ class Watch:
         first_sentence = str(reason).strip().split("\n")[0].split(". ")[0]
         self.gone = f"gave up after {time.monotonic() - doing.since:.1f} s"
         head = f"rank {self.rank}, {doing}: {self.gone} of at most {self.timeout_s:.1f} s ({first_sentence})"
-        in_time, news = _within(1.25 * self.grace_s, partial(self._collect, doing))
-        lines, cause = self._summary(news if in_time else None, doing)
-        return RingError("\n".join([head, f"Ring of {_names(self.ranks)}:", *lines, f"Likely cause: {cause}"]))
+        in_time, news = within(1.25 * self.grace_s, partial(self._collect, doing))
+        own = {"state": "gave up", "text": f"{doing}; {self.gone}", "place": doing.place}
+        lines, cause = ["  unknown: the process group's store does not answer"], STORE_GONE
+        if in_time:
+            lines, cause = summary({rank: own if rank == self.rank else news.get(rank) for rank in self.ranks})
+        return RingError("\n".join([head, f"Ring of {names(self.ranks)}:", *lines, f"Likely cause: {cause}"]))
 
     def found(self, message: str) -> RingError:
         """The error to raise for something that this process has seen to be wrong; the others' reports will quote it."""
         self.gone = f"found: {message.splitlines()[0]}"
-        _within(1.0, partial(self._publish, "found", self.doing))
+        within(1.0, partial(self._publish, "found", self.doing))
         return RingError(message)
 
     # What follows runs in the thread, or when something has gone wrong.
@@ -167,30 +172,6 @@ class Watch:
             if len(news) == len(self.ranks) - 1 or time.monotonic() > deadline:
                 return news
             time.sleep(self.interval_s / 4)
-
-    def _summary(self, news: dict[int, dict[str, Any]] | None, doing: Doing) -> tuple[list[str], str]:
-        """A line a rank, and whom to look at first."""
-        if news is None:
-            cause = "the process that serves the store (rank 0 or the launcher) is dead or frozen"
-            return ["  unknown: the process group's store does not answer"], cause
-        own: dict[str, Any] = {"state": "gave up", "text": f"{doing}; {self.gone}", "place": doing.place}
-        everyone = {rank: own if rank == self.rank else news.get(rank) for rank in self.ranks}
-        lines = [f"  rank {rank}: {r['text'] if r else 'no sign of life'}" for rank, r in everyone.items()]
-        known = {rank: r for rank, r in everyone.items() if r}
-        if silent := [rank for rank, r in everyone.items() if r is None]:
-            return lines, f"{_names(silent)}: dead or frozen, or out of reach"
-        suspects = {
-            "found": "it found what its line says", "ended": "its process ended", "idle": "it has not come to this transfer",
-            "computing": "it has not finished computing", "posting": "it is stuck in posting a transfer",
-        }
-        for state, words in suspects.items():
-            if ranks := [rank for rank, r in known.items() if r["state"] == state]:
-                return lines, f"{_names(ranks)}: {words}"
-        places = {rank: tuple(r["place"]) for rank, r in known.items()}
-        common, _ = Counter(places.values()).most_common(1)[0]
-        if odd := [rank for rank, place in places.items() if place != common]:
-            return lines, f"{_names(odd)} in another pass than the others: a call that the others did not make, or inputs that differ"
-        return lines, "all ranks wait at the same place: what they sent does not arrive (network, or process groups that differ)"
 
     def _current(self) -> Doing:
         """What a GPU is still waiting for, else what the host is doing."""
@@ -265,7 +246,7 @@ def complete(ring: Ring, note: Any, start: Callable[[], Any], device: torch.devi
 def exchange_error(group: dist.ProcessGroup, what: str, error: BaseException) -> RingError:
     """The error to raise for a failed collective of a group that is not a ring's."""
     ranks = dist.get_process_group_ranks(group)
-    return RingError(f"rank {dist.get_rank()}: {what} among {_names(ranks)} failed or timed out ({str(error).splitlines()[0]})")
+    return RingError(f"rank {dist.get_rank()}: {what} among {names(ranks)} failed or timed out ({str(error).splitlines()[0]})")
 
 
 def watch_of(ring: Ring) -> Watch:
@@ -280,21 +261,6 @@ def group_timeout_s(group: Any) -> float:
     """The least timeout of a process group's backends, which alone know it."""
     options = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
     return min((o._timeout.total_seconds() for o in options if o is not None), default=1800.0)
-
-
-def flight_recorder() -> str:
-    """NCCL's flight recorder: the transfers that this process has begun and not finished, one a line (if the recorder is on)."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
-    if dump is None:
-        return "NCCL flight recorder: not in this build of torch"
-    try:
-        entries = pickle.loads(dump(onlyActive=True)).get("entries", [])
-    except (RuntimeError, TypeError, pickle.UnpicklingError) as error:
-        return f"NCCL flight recorder: {error}"
-    if not entries:
-        return "NCCL flight recorder: empty (TORCH_NCCL_TRACE_BUFFER_SIZE=2000 turns it on)"
-    keys = ("profiling_name", "state", "process_group", "collective_seq_id", "p2p_seq_id", "input_sizes", "output_sizes")
-    return "\n".join(["NCCL flight recorder, not finished:", *(f"  { {k: e[k] for k in keys if k in e} }" for e in entries[:8])])
 
 
 def _look(ref: weakref.ref[Watch], stop: threading.Event, interval_s: float) -> None:
@@ -328,22 +294,3 @@ def _last_words(ref: weakref.ref[Watch], stop: threading.Event, thread: threadin
 def _close(stop: threading.Event, last_words: Callable[[], None]) -> None:
     stop.set()
     atexit.unregister(last_words)
-
-
-def _within(limit_s: float, fn: Callable[[], Any]) -> tuple[bool, Any]:
-    """(True, fn()), or (False, None) if it fails or takes longer: a store whose host is frozen never answers."""
-    result: list[Any] = []
-
-    def run() -> None:
-        with suppress(RuntimeError, ValueError):
-            result.append(fn())
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    return (True, result[0]) if result else (False, None)
-
-
-def _names(ranks: Iterable[int]) -> str:
-    ranks = list(ranks)
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

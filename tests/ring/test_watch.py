@@ -13,7 +13,8 @@ from processes import run_ranks
 
 from ringattn import Layout, Ring, make_schedule, ring_attention
 from ringattn.ring import watch as watching
-from ringattn.ring.hang import RingError, flight_recorder
+from ringattn.ring.hang import RingError
+from ringattn.ring.reports import flight_recorder
 from ringattn.ring.timeline import measure
 from ringattn.ring.transport import Note, PointToPoint, transport_of
 from ringattn.ring.watch import enable_checks
