@@ -107,14 +107,18 @@ def attention_bytes(w: Work) -> int:
 
 
 def ring_bytes(w: Work) -> int:
-    """Buffers that travel in the backward pass: KV in the compute dtype, two sets of partial dKV in fp32 (one made, one arriving)."""
+    """Buffers that travel in the backward pass: KV in the compute dtype, partial dKV on its way (leaving, and from another process
+    arriving) and being made, which on an exact wire is what leaves next."""
     m, t = w.model, w.tokens * w.ulysses
     kv = 2 * m.kv_heads * m.head_dim // min(w.ulysses, m.kv_heads)
     if w.hops == 1:
         return 0
     if w.exchange == "allgather":
         return t * w.ring * kv * (w.compute_bytes + 2 * w.wide_bytes)
-    return t * kv * (w.compute_bytes * (2 if w.ring > 1 else 1) + 2 * w.wide_bytes)
+    arriving = int(w.ring > 1)
+    made = 1 if w.wire == "exact" and w.hops == 2 else 2
+    sums = (made + arriving) * w.wide_bytes if w.wire == "exact" else w.wide_bytes + (1 + arriving) * w.grad_wire_bytes
+    return t * kv * (w.compute_bytes * (1 + arriving) + sums)
 
 
 def phases(w: Work) -> dict[str, dict[str, int]]:

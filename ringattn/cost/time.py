@@ -133,7 +133,7 @@ def attention_time(w: Work, m: Machine) -> tuple[float, float, Hop, Hop]:
     rate, start = link_rate(w, m, w.ring * w.ulysses), m.latency_us * 1e-6
     message = rows * kv
     there = Hop(forward / c.layers / w.ring, message * w.compute_bytes / rate + start)
-    back = Hop(backward / c.layers / w.ring, message * (w.compute_bytes + w.wide_bytes) / rate + start)
+    back = Hop(backward / c.layers / w.ring, message * (w.compute_bytes + w.grad_wire_bytes) / rate + start)
     return forward, backward, there, back
 
 
@@ -145,7 +145,7 @@ def exposed(w: Work, m: Machine, there: Hop, back: Hop, block_s: float) -> float
         hidden = 0.0 if w.exchange == "allgather" else 1.0
         seconds += c.layers * (w.ring - 1) * sum(max(0.0, hop.transfer_s - hidden * hop.compute_s) for hop in (there, back))
         if w.exchange == "ring":
-            seconds += c.layers * back.transfer_s * w.wide_bytes / (w.wide_bytes + w.compute_bytes)
+            seconds += c.layers * back.transfer_s * w.grad_wire_bytes / (w.grad_wire_bytes + w.compute_bytes)
         if w.policy == "block":
             seconds += c.layers * (w.ring - 1) * max(0.0, there.transfer_s - hidden * there.compute_s)
     if w.ulysses > 1:

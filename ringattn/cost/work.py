@@ -30,6 +30,7 @@ class Work:
     replicate: int = 1
     layout: str = "zigzag"
     exchange: str = "ring"
+    wire: str = "exact"
     policy: Policy = "none"
     documents: int = 0
     compute_bytes: int = 2
@@ -41,6 +42,11 @@ class Work:
     def wide_bytes(self) -> int:
         """Bytes of sums: fp32, fp64 in fp64."""
         return 8 if self.compute_bytes == 8 else 4
+
+    @property
+    def grad_wire_bytes(self) -> int:
+        """Bytes of a travelling dK or dV."""
+        return 2 if self.wire == "bf16" else self.wide_bytes
 
     @property
     def gpus(self) -> int:
@@ -100,7 +106,7 @@ def work_of(config: Any, model: ModelConfig, world_size: int, *, compute_bytes: 
     each = {"bf16": 2, "8bit": 1}.get(config.optim.states, 8 if compute_bytes == 8 else 4)
     return Work(
         model=model, seq_len=t.seq_len, rows=t.rows, micro_rows=t.micro_rows, ring=ring, virtual=p.virtual, ulysses=p.ulysses,
-        shard=p.shard, replicate=p.replicate, layout=p.layout, exchange=p.exchange, policy=config.activation, documents=documents,
-        compute_bytes=compute_bytes, state_bytes=tensors * each, grad_sync=p.grad_sync,
+        shard=p.shard, replicate=p.replicate, layout=p.layout, exchange=p.exchange, wire=p.wire, policy=config.activation,
+        documents=documents, compute_bytes=compute_bytes, state_bytes=tensors * each, grad_sync=p.grad_sync,
         reshard=p.reshard_after_forward,
     )
