@@ -257,7 +257,10 @@ def _check_values(c: Config, problems: Problems) -> None:
     check(c.schedule.min_ratio <= 1, "schedule.min_ratio", "must be from 0 to 1")
     check(c.offload_gib is None or 0 < c.offload_gib < math.inf, "offload_gib", "must be a number above 0, or null")
     check(c.train.seq_len <= LONGEST, "train.seq_len", f"must be at most {LONGEST} (the kernels count rows in 32 bits)")
-    for key, choices in (("kernel", KERNELS), ("parallel.layout", (*ALL_LAYOUTS, "auto")), ("parallel.exchange", EXCHANGES), ("parallel.wire", WIRES)):
+    words = {
+        "kernel": KERNELS, "parallel.layout": (*ALL_LAYOUTS, "auto"), "parallel.exchange": EXCHANGES, "parallel.wire": WIRES,
+    }
+    for key, choices in words.items():
         check(_get(c, key) in choices, key, f"expected one of {', '.join(choices)}{suggest(_get(c, key), choices)}")
     check(not c.debug.nan or not c.compile, "debug.nan", "needs compile=false: it looks into the blocks")
     check(not c.debug.check or not c.compile, "debug.check", "needs compile=false: it looks into the blocks")

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ringattn.kernels.intervals import mask_intervals
 from ringattn.model.transformer import Attend, Attention
+from ringattn.ring.layout import Layout
 from ringattn.ring.ring import Ring
 from ringattn.training.parallelize import free_gathered, precision
 from ringattn.training.run import Run
@@ -59,15 +60,15 @@ def check_ring(run: Run) -> str:
 
     Raises CheckFailed on all ranks if a tensor of some rank is off by more than its dtype explains.
     """
-    batch = run.batches.rows(run.step)[0]
-    micro, debug = run.batches.place(batch), run.config.debug
+    placed = run.batches.rows(run.step)[0]
+    micro, debug = run.batches.place(placed), run.config.debug
     attentions = [m for m in run.model.modules() if isinstance(m, Attention)]
     originals = [a.attend for a in attentions]
     found: list[Measure] = []
     for layer, attention in enumerate(attentions):
         window = run.model_config.layer_windows[layer]
-        bounds = mask_intervals(run.layout.seq_len, window=window or None, documents=batch.documents)
-        attention.attend = _probe(run, layer, originals[layer], bounds, debug.check_rows, debug.check_heads, found)
+        bounds = mask_intervals(placed.layout.seq_len, window=window or None, documents=placed.batch.documents)
+        attention.attend = _probe(run, placed.layout, layer, originals[layer], bounds, debug.check_rows, debug.check_heads, found)
     try:
         with torch.no_grad():
             run.model(micro.tokens, micro.positions, micro.labels, micro.handles)
@@ -91,7 +92,7 @@ def judge(run: Run, own: list[Measure]) -> str:
             difference = part[at].difference
             errors.append((difference / scale if scale else math.inf if difference else 0.0, first.layer, first.tensor, rank))
     c, ring = run.config, run.mesh.ring
-    path = f"kernel {run.kernel}, layout {run.layout.kind}, exchange {c.parallel.exchange}, ring of {ring.processes} x {ring.virtual}"
+    path = f"kernel {run.kernel}, layout {c.parallel.layout}, exchange {c.parallel.exchange}, ring of {ring.processes} x {ring.virtual}"
     bad = [e for e in errors if not e[0] <= band]
     if bad:
         bad.sort(key=lambda e: (-math.inf if math.isnan(e[0]) else -e[0], *e[1:]))
@@ -106,12 +107,14 @@ def judge(run: Run, own: list[Measure]) -> str:
             f"{layer}, {tensor}, rank {rank}; allowed {band:.0e} ({path})")  # fmt: skip
 
 
-def _probe(run: Run, layer: int, attend: Attend, bounds: tuple[Any, Any], rows: int, heads: int, found: list[Measure]) -> Attend:
+def _probe(
+    run: Run, layout: Layout, layer: int, attend: Attend, bounds: tuple[Any, Any], rows: int, heads: int, found: list[Measure],
+) -> Attend:
     """The layer's attention, which in passing is compared; puts its measures into ``found``."""
     ring, softcap = run.mesh.ring, run.model_config.softcap
 
     def probed(q: Tensor, k: Tensor, v: Tensor, handle: int, sinks: Tensor | None) -> Tensor:
-        positions = run.layout.positions(ring).to(q.device)  # [L]
+        positions = layout.positions(ring).to(q.device)  # [L]
         sampled = _sample(rows, positions, bounds, ring, run.config.seed + 1000 * layer)
         shared = torch.Generator().manual_seed(run.config.seed + layer)  # the same heads on all ranks
         kv_heads = sorted(torch.randperm(k.shape[2], generator=shared)[:heads].tolist())

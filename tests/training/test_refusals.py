@@ -113,8 +113,8 @@ BAD_KEYS: list[tuple[str, int, str]] = [
     ("parallel.ring=3 train.seq_len=2040", 4, "parallel.ring=3: ring x replicate x shard = 3 x 1 x 1 = 3, but 4 processes were started"),
     ("parallel.shard=3 train.rows=3", 4, "does not divide the 4 processes started"),
     ("train.rows=6 train.micro_rows=2 parallel.shard=2", 2, "train.rows=6: must be a multiple of"),
-    ("train.seq_len=1001 train.rows=4", 2, "train.seq_len=1001 cannot be split by layout 'zigzag'"),
-    ("parallel.virtual=5", 1, "the next length that works is"),
+    ("parallel.ulysses=3", 3, "parallel.ulysses=3"),
+    ("parallel.wire=fp8", 1, "parallel.wire=fp8: expected one of exact, bf16"),
     # files
     ("data=text", 1, "data.path='': data.kind=text needs a file, a folder or a glob"),
     ("data=text data.path=nowhere", 1, "data.path=nowhere: no such file or folder: "),
@@ -285,7 +285,7 @@ def said(results: list[Any]) -> str:
     ("own", "arguments", "expected"),
     [
         ({}, ["train.stpes=3"], "did you mean train.steps?"),
-        ({}, ["train.seq_len=49"], "train.seq_len=49 cannot be split"),
+        ({}, ["train.rows=7", "train.micro_rows=2"], "the next that works is 8"),
         ({}, ["model.vocab_size=300", "data=text", "data.path=empty"], "no file here"),
         ({1: ["optim.lr=1e-4"]}, [], "ranks started with different settings: optim.lr=0.0001 on rank 1, 0.003 on rank 0"),
         ({1: ["data.path=empty"]}, ["data=text", "data.path=books"], "ranks started with different settings: data.path="),
