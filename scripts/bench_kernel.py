@@ -145,8 +145,8 @@ def draw(cells: list[dict[str, Any]], names: list[str], title: str, path: Path) 
             panels.setdefault(f"head dim {cell['dim']}, {cell['mask']}{group}", []).append(cell)
     shown = [n for n in names if any("forward" in c["results"].get(n, {}) for p in panels.values() for c in p)]
     order = sorted(panels, key=lambda name: ("grouped" in name, int(name.split()[2].rstrip(",")), name))
-    across = min(5, len(order))
-    bands = -(-len(order) // across)
+    bands = -(-len(order) // 5)
+    across = -(-len(order) // bands)
     fig, axes = plt.subplots(2 * bands, across, figsize=(3.2 * across + 1, 5.4 * bands + 1), squeeze=False, constrained_layout=True)
     width, colours = 0.84 / max(1, len(shown)), plt.get_cmap("tab10")
     for place in range(bands * across):
