@@ -177,7 +177,7 @@ def test_more_text_than_memory_holds_is_refused(tmp_path: Path) -> None:
     "change, message",
     [
         ({"kind": "parquet"}, "data.kind=parquet: must be one of stdlib, text, memmap"),
-        ({"positions": "reset"}, "data.positions=reset: must be one of restart, continue"),
+        ({"positions": "reset"}, "data.positions=reset: must be one of restart, continue (did you mean restart?)"),
         ({"verify": "no"}, "data.verify=no: must be one of auto, full, sizes"),
         ({"val_fraction": 1.0}, "data.val_fraction=1.0: must be a number from 0 (no validation) to below 1"),
         ({"val_fraction": -0.1}, "data.val_fraction=-0.1: must be a number from 0 (no validation) to below 1"),

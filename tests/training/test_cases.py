@@ -28,7 +28,7 @@ def rows_read(launch: Launch, raw: dict[str, Any], steps: int) -> list[tuple[int
         hashes = []
         for step in range(steps):
             digest = hashlib.sha256()
-            for batch in run.batches.rows(step):
+            for batch in (placed.batch for placed in run.batches.rows(step)):
                 for part in (batch.tokens, batch.labels, batch.documents, batch.positions):
                     digest.update(part.numpy().tobytes())
             hashes.append(digest.hexdigest())
