@@ -56,7 +56,9 @@ def padding_rows(seq_len: int, padded: int) -> list[tuple[str, str]]:
 def mesh_rows(run: Run) -> list[tuple[str, str]]:
     """How the run is spread over the processes."""
     p, ring, device = run.config.parallel, run.mesh.ring, run.mesh.device
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads a rank"
+    threads = torch.get_num_threads()
+    cpu = f"CPU, {threads} thread{'s' if threads > 1 else ''} a rank"
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
     virtual = f" x {ring.virtual} virtual" if ring.virtual > 1 else ""
     heads = f" x ulysses {ring.ulysses}" if ring.ulysses > 1 else ""
     return [("mesh", f"replicate {p.replicate} x shard {p.shard} x ring {ring.processes}{virtual}{heads} on {kind}")]
