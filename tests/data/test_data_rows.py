@@ -19,7 +19,7 @@ Documents = Callable[..., list[list[int]]]
 FIELDS = ("tokens", "labels", "documents", "positions")
 
 
-def make_corpus(documents: list[list[int]], masks: list[list[int]] | None = None, vocab_size: int = 1000) -> Corpus:
+def make_corpus(documents: list[list[int]], masks: list[list[int]] | None = None, vocab_size: int = 2**16) -> Corpus:
     """A corpus of the given documents, its identities from their content."""
     identities = [int.from_bytes(hashlib.sha256(repr(d).encode()).digest()[:8], "little") for d in documents]
     return Corpus(
