@@ -29,7 +29,7 @@ from ringattn.typed import ConfigError, Problems, build, suggest
 
 __all__ = [
     "CheckpointConfig", "Config", "ConfigError", "DebugConfig", "LogConfig", "OptimConfig", "ParallelConfig", "ScheduleConfig",
-    "TrainConfig", "from_dict", "to_dict",
+    "TrainConfig", "flatten", "from_dict", "to_dict",
 ]
 
 # Values that the design names and this version does not run: refused by name, so that nobody waits for a silent fallback.
@@ -189,6 +189,14 @@ class Config:
 def to_dict(config: Config) -> dict[str, Any]:
     """The nested dictionary that :func:`from_dict` turns back into this config."""
     return dataclasses.asdict(config)
+
+
+def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys to values."""
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
 
 
 def from_dict(

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from ringattn import cost
 from ringattn.config import Config, from_dict
+from ringattn.cost import GIB
 from ringattn.data import dataset
 from ringattn.data.config import DataConfig
 from ringattn.model import init
@@ -39,7 +40,7 @@ from ringattn.training.loop import train_step
 from ringattn.training.run import Run, assemble
 from ringattn.training.stop import StopSignals
 
-GIB, K = 2**30, 1024
+K = 1024
 READ = dataset.read_corpus
 # The 1.3B model of FlashAttention-2's end-to-end table (arXiv 2307.08691, table 1), with a SwiGLU of as many parameters.
 GPT = {"name": "gpt-1.3b", "width": 2048, "layers": 24, "heads": 16, "kv_heads": 16, "head_dim": 128, "ffn_width": 5504, "tied": True,

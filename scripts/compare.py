@@ -15,9 +15,10 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from ringattn.config import flatten
 from ringattn.training.console import clock, short
 from ringattn.training.metrics import FILE, read_lines
-from ringattn.training.report import charts, difference_table, flat, page, shown
+from ringattn.training.report import charts, difference_table, differing_keys, page, shown
 
 PLACES = ("log.dir", "data.path")  # shown last: they differ without meaning anything
 
@@ -30,7 +31,7 @@ def main() -> int:
     problems, names, configs, metrics = [], [], [], []
     for folder in args.runs:
         try:
-            configs.append(flat(yaml.safe_load((folder / "config.yaml").read_text())))
+            configs.append(flatten(yaml.safe_load((folder / "config.yaml").read_text())))
         except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
             problems.append(f"{folder}: is not the folder of a run ({error})")
             continue
@@ -78,7 +79,7 @@ def show(names: list[str], rows: list[dict[str, str]], configs: list[dict[str, A
     for name, row in zip(names, rows, strict=True):
         table.add_row(name, *row.values())
     console.print(table)
-    keys = [k for k in dict.fromkeys(k for c in configs for k in c) if any(c.get(k) != configs[0].get(k) for c in configs) and k != "name"]
+    keys = [k for k in differing_keys(configs) if k != "name"]
     if keys:
         changes = Table("key", box=None, pad_edge=False)
         for name in names:

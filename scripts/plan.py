@@ -16,10 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
-
-from ringattn.overrides import prepare
+from ringattn.compose import compose_keys
 from ringattn.plan_report import draw, report
 from ringattn.planner import NothingFits, Plan, plan
 from ringattn.train import config_folder
@@ -66,11 +63,9 @@ def make(own: dict[str, str], rest: list[str]) -> Plan:
             problems.add(f"{key}={own[key]}: must be a whole number from {low}")
         else:
             numbers[key] = int(own[key])
-    ready = prepare(rest, config_folder(), problems)
+    raw = compose_keys(rest, config_folder(), problems)
     if problems.messages:
         raise ConfigError(problems.messages)
-    with initialize_config_dir(str(config_folder()), version_base="1.3"):
-        raw: Any = OmegaConf.to_container(compose("config", ready), resolve=True)
     typed = {key: value for key, _, value in (a.partition("=") for a in rest)}
     nested = ("activation", "kernel", "precision", "compile", "deterministic")
     fixed: dict[str, Any] = {key: look_up(raw, key) if "." in key or key in nested else value for key, value in typed.items()}

@@ -30,9 +30,7 @@ from omegaconf import OmegaConf
 
 from ringattn import cost
 from ringattn.config import Config, from_dict
-from ringattn.cost import Machine, Memory, StepTime, Work
-
-GIB = 2**30
+from ringattn.cost import GIB, Machine, Memory, StepTime, Work
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,10 @@ from ringattn.cost.flops import (
 from ringattn.cost.machine import GIB, MACHINES, Machine, find_machine, machine_of
 from ringattn.cost.memory import Memory, host_bytes, memory, saved_bytes_per_token
 from ringattn.cost.time import Hop, StepTime, step_time
-from ringattn.cost.work import Work, work_of
+from ringattn.cost.work import LOGITS_BYTES, Work, logit_rows, work_of
 
 __all__ = [
-    "Convention", "Flops", "GIB", "Hop", "MACHINES", "Machine", "Memory", "PEAK_FLOPS", "Policy", "StepTime", "Work",
-    "block_parameters", "find_machine", "host_bytes", "machine_of", "memory", "mfu", "papers", "parameters", "peak_flops",
+    "Convention", "Flops", "GIB", "Hop", "LOGITS_BYTES", "MACHINES", "Machine", "Memory", "PEAK_FLOPS", "Policy", "StepTime", "Work",
+    "block_parameters", "find_machine", "host_bytes", "logit_rows", "machine_of", "memory", "mfu", "papers", "parameters", "peak_flops",
     "saved_bytes_per_token", "step_flops", "step_time", "visible_pairs", "work_of",
 ]

@@ -15,6 +15,7 @@ Symbols: T tokens on this rank in a micro-batch, E width, H heads, Hkv KV heads,
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, NamedTuple
 
 from ringattn.cost.flops import Policy, block_parameters, parameters
@@ -101,7 +102,7 @@ def ffn_bytes(w: Work) -> int:
 def attention_bytes(w: Work) -> int:
     """What the backward pass of attention holds beyond its saved tensors: two gradients of the block, dQ's fp32 sum, dq, dk, dv."""
     m, b, t, wide = w.model, w.compute_bytes, w.tokens, w.wide_bytes
-    q, kv = m.heads * m.head_dim // w.ulysses, 2 * m.kv_heads * m.head_dim // min(w.ulysses, m.kv_heads)
+    q, kv = m.heads * m.head_dim // w.ulysses, w.kv_width
     grads = (q + kv) * (wide if w.hops > 1 and w.exchange == "ring" else b)
     return t * (m.width * b + q * b + q * wide + grads + 2 * m.heads // w.ulysses * wide)
 
@@ -109,8 +110,7 @@ def attention_bytes(w: Work) -> int:
 def ring_bytes(w: Work) -> int:
     """Buffers that travel in the backward pass: KV in the compute dtype, partial dKV on its way (leaving, and from another process
     arriving) and being made, which on an exact wire is what leaves next."""
-    m, t = w.model, w.tokens * w.ulysses
-    kv = 2 * m.kv_heads * m.head_dim // min(w.ulysses, m.kv_heads)
+    t, kv = w.tokens * w.ulysses, w.kv_width
     if w.hops == 1:
         return 0
     if w.exchange == "allgather":
@@ -193,9 +193,10 @@ def host_bytes(w: Work) -> int:
     return w.tokens * (w.model.layers - 1) * saved_bytes_per_token(w.model, "none", w.compute_bytes)
 
 
-def memory(w: Work) -> Memory:
-    """Peak bytes of one rank by part, at the moment when they are most."""
-    moments = {name: {part: parts.get(part, 0) for part in PARTS} for name, parts in phases(w).items()}
+def memory(w: Work, among: Collection[str] = ()) -> Memory:
+    """Peak bytes of one rank by part, at the moment when they are most; ``among``: only these moments (empty: all)."""
+    found = {name: parts for name, parts in phases(w).items() if not among or name in among}
+    moments = {name: {part: parts.get(part, 0) for part in PARTS} for name, parts in found.items()}
     totals = {name: sum(parts.values()) for name, parts in moments.items()}
     phase = max(totals, key=lambda name: totals[name])
     return Memory(moments[phase], phase, totals)

@@ -122,7 +122,7 @@ def attention_time(w: Work, m: Machine) -> tuple[float, float, Hop, Hop]:
         flops = 4 * pairs * c.heads * c.head_dim
         forward += flops / rate_forward
         backward += 2.5 * flops / rate_backward
-    heads_dim, kv = c.heads * c.head_dim // w.ulysses, 2 * c.kv_heads * c.head_dim // min(w.ulysses, c.kv_heads)
+    heads_dim, kv = c.heads * c.head_dim // w.ulysses, w.kv_width
     rows = w.tokens * w.ulysses
     if hops > 1:  # the softmax's state and the sums of gradients go through memory at every hop
         state = c.layers * (hops - 1) * rows * w.wide_bytes / (m.memory_gbs * GB)

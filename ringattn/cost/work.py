@@ -11,6 +11,17 @@ if TYPE_CHECKING:
     from ringattn.model.config import ModelConfig
 
 
+# What [rows, V] logits may take where the number of rows is chosen here (loss_chunk=0), and the most rows that are of any use.
+LOGITS_BYTES = 251 << 20
+MOST_ROWS = 8192
+
+
+def logit_rows(vocab_size: int, wide_bytes: int) -> int:
+    """Rows whose logits fit into :data:`LOGITS_BYTES`: a multiple of 64 where that leaves any, at least 1."""
+    rows = min(MOST_ROWS, LOGITS_BYTES // (vocab_size * wide_bytes))
+    return rows // 64 * 64 if rows >= 64 else max(1, rows)
+
+
 @dataclass(frozen=True)
 class Work:
     """One training step. ``ring`` real ranks x ``ulysses`` x ``shard`` x ``replicate`` GPUs, ``virtual`` shards a rank.
@@ -75,15 +86,18 @@ class Work:
 
     @property
     def loss_rows(self) -> int:
-        """Tokens whose logits exist at once (loss_chunk=0: as many as fit into 251 MiB, in steps of 64, as ringattn.model.loss does)."""
-        chosen = min(8192, (251 << 20) // (self.model.vocab_size * self.wide_bytes))
-        chosen = chosen // 64 * 64 if chosen >= 64 else max(1, chosen)
-        return min(self.tokens, self.model.loss_chunk or chosen)
+        """Tokens whose logits exist at once."""
+        return min(self.tokens, self.model.loss_chunk or logit_rows(self.model.vocab_size, self.wide_bytes))
 
     @property
     def hops(self) -> int:
-        """Hops of the ring, at most: all of its shards, or one over the gathered KV."""
-        return 1 if self.exchange == "allgather" and self.ring * self.virtual == 1 else self.ring * self.virtual
+        """Hops of the ring, at most: one a shard (the gathered exchange takes all shards in one)."""
+        return self.ring * self.virtual
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers of K and V of one token on a rank in attention, where ulysses ranks share the heads."""
+        return 2 * self.model.kv_heads * self.model.head_dim // min(self.ulysses, self.model.kv_heads)
 
     def pairs(self, window: int) -> int:
         """Visible pairs a head of one row."""

@@ -40,11 +40,16 @@ def _warps(block: int) -> int:
     return min(16, max(1, block // 512))
 
 
+def plain_swiglu(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` of the two halves of the last dim, by PyTorch: for autograd, and where there is no kernel."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` of the two halves of ``gate_up`` [N, 2F], contiguous; returns [N, F]."""
+    """The same for ``gate_up`` [N, 2F], contiguous, without a gradient; returns [N, F]."""
     if not fused(gate_up):
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return plain_swiglu(gate_up)
     assert rowwise_triton is not None
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     hidden, block = gate_up.new_empty(rows, width), _block(width, 2048)

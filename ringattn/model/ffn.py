@@ -29,12 +29,6 @@ from ringattn.kernels.contract import accumulate_dtype
 from ringattn.model.linalg import add_outer
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` of the two halves of the last dim, for autograd."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
 @torch.library.custom_op("ringattn::ffn", mutates_args=())
 def blockwise_ffn(x: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor, eps: float, chunk: int) -> Tensor:
     """``x + down(swiglu(gate_up(rms_norm(x))))``, ``chunk`` tokens at once.

@@ -20,21 +20,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ringattn import cost
 from ringattn.kernels.contract import accumulate_dtype
 from ringattn.kernels.rowwise import IGNORE, cross_entropy
 from ringattn.model.linalg import add_outer, mm
 
 __all__ = ["IGNORE", "Head", "choose_chunk", "linear_cross_entropy"]
 
-# What [rows, V] fp32 logits may take where the chunk is chosen here (chunk = 0), and the most rows that are of any use.
-LOGITS_BYTES = 251 << 20
-MOST_ROWS = 8192
-
 
 def choose_chunk(vocab_size: int, dtype: torch.dtype) -> int:
-    """Rows whose logits fit into :data:`LOGITS_BYTES`: a multiple of 64 where that leaves any, at least 1."""
-    rows = min(MOST_ROWS, LOGITS_BYTES // (vocab_size * accumulate_dtype(dtype).itemsize))
-    return rows // 64 * 64 if rows >= 64 else max(1, rows)
+    """Rows at once where ``chunk`` is 0, for inputs of ``dtype``; see :func:`ringattn.cost.logit_rows`."""
+    return cost.logit_rows(vocab_size, accumulate_dtype(dtype).itemsize)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

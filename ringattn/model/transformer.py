@@ -20,9 +20,10 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ringattn.kernels.contract import accumulate_dtype
+from ringattn.kernels.rowwise import plain_swiglu
 from ringattn.model import init
 from ringattn.model.config import ModelConfig
-from ringattn.model.ffn import blockwise_ffn, swiglu
+from ringattn.model.ffn import blockwise_ffn
 from ringattn.model.loss import Head
 from ringattn.model.qkv import blockwise_qkv
 from ringattn.model.rope import rope_phases, rotate
@@ -119,7 +120,7 @@ class FeedForward(nn.Module):
         if self.chunk:
             out: Tensor = blockwise_ffn(x, self.norm.weight, self.gate_up.weight, self.down.weight, self.norm.eps, self.chunk)
             return out
-        return x + self.down(swiglu(self.gate_up(self.norm(x))))
+        return x + self.down(plain_swiglu(self.gate_up(self.norm(x))))
 
 
 class Block(nn.Module):

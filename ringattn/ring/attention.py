@@ -3,7 +3,7 @@
 Forward, a hop: post the next KV shard into a spare buffer, run the kernel on the current one, wait, swap. The online softmax's
 state is carried from hop to hop in fp32; the last hop of each shard writes out and lse.
 Backward: KV turns again. A shard's own contribution to dK / dV (offset 0) stays home; the sum of the others travels in fp32 one
-hop behind and comes home once, hidden behind work that was kept for it. The loops are in ringattn.ring.hops.
+hop behind and comes home once, hidden behind dQ of the last hop where a kernel computes that apart. The loops are in ringattn.ring.hops.
 
 Both are registered ops that take the schedule as an integer handle, so torch.compile sees one node each.
 Rows are this process's shards laid end to end: q [B, V * L, H, D], k and v [B, V * L, Hkv, D].

@@ -5,8 +5,9 @@ the tensors once a pass; inside a loop there is no allocation, no host sync, and
 
 Backward: a shard's own contribution to dK / dV (offset 0) stays home; the sum of the others travels one hop behind the keys and comes
 home once. The way home after the last hop must be hidden too. A kernel that computes dK / dV and dQ apart does so with the last hop's dQ.
-A fused one (``fused_backward``) leaves nothing for later, so of hop 0 some KV heads are held back (:func:`held_back`), to be worked on
-while the last message travels. This choice depends on the kernel and on shapes alone: real and virtual rings have the same bits.
+A fused one (``fused_backward``) leaves nothing for later; of hop 0 some KV heads can be held back (:func:`held_back`, switched off by
+:data:`HOLD_BACK_ROWS` for now), to be worked on while the last message travels. This choice depends on the kernel and on shapes alone:
+real and virtual rings have the same bits.
 
 V shards a process of L rows; packed KV is [L, 2, B, Hkv, D]. Heads are sliced in groups: KV head h with its query heads.
 """

@@ -22,12 +22,12 @@ from torch.distributed.tensor import DTensor
 
 from ringattn import cost
 from ringattn.config import Config, ConfigError
+from ringattn.cost import GIB
 from ringattn.model.config import ModelConfig
 from ringattn.model.transformer import Block
 
 SMALLEST = 1 << 16  # bytes
 IN_FLIGHT = 2  # blocks whose tensors stay on the device while they are copied
-GIB = 1 << 30
 
 
 class _Entry:

@@ -25,13 +25,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ringattn.config import Config, ConfigError
+from ringattn.cost import GIB
 from ringattn.kernels.select import select_kernel
 from ringattn.model.config import ModelConfig
 from ringattn.model.transformer import FREE_TO_SAVE, Attend, Block, Transformer
 from ringattn.ring.attention import attend
 from ringattn.ring.ring import Ring
 from ringattn.training.mesh import Mesh
-from ringattn.training.offload import GIB, Offload
+from ringattn.training.offload import Offload
 from ringattn.training.preflight import kernel_refusal
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 
-from ringattn.config import Config, TrainConfig, from_dict, to_dict
+from ringattn.config import Config, TrainConfig, flatten, from_dict, to_dict
 from ringattn.data.config import DataConfig
 from ringattn.model.config import ModelConfig
 from ringattn.ring.layout import Layout
@@ -75,7 +75,7 @@ def build_report(folder: Path, lines: list[dict[str, Any]]) -> str:
         _cards(lines),
         '<div class="charts">', *(_figure(chart) for chart in charts([("", lines)])), "</div>",
         "<h2>The ring</h2>", *_ring(config, facts),
-        "<h2>Changed from the defaults</h2>", difference_table(flat(to_dict(defaults())), flat(raw), ("default", "this run")),
+        "<h2>Changed from the defaults</h2>", difference_table(flatten(to_dict(defaults())), flatten(raw), ("default", "this run")),
         "<details><summary>the whole config</summary>", f"<pre>{escape(yaml.safe_dump(raw, sort_keys=False))}</pre></details>",
         "<h2>Again</h2>", *_again(raw, facts),
         "<h2>Where it ran</h2>", _where(facts),
@@ -115,10 +115,15 @@ def charts(runs: list[tuple[str, list[dict[str, Any]]]]) -> list[str]:
     return drawn
 
 
+def differing_keys(dicts: list[dict[str, Any]]) -> list[str]:
+    """Keys whose values are not the same in all of them, in the order in which they come."""
+    return [k for k in dict.fromkeys(k for d in dicts for k in d) if any(d.get(k) != dicts[0].get(k) for d in dicts)]
+
+
 def difference_table(before: dict[str, Any], after: dict[str, Any], heads: tuple[str, ...], *more: dict[str, Any]) -> str:
     """Keys whose values differ among the dictionaries, as a table."""
     dicts = [before, after, *more]
-    keys = [k for k in dict.fromkeys(k for d in dicts for k in d) if any(d.get(k) != before.get(k) for d in dicts)]
+    keys = differing_keys(dicts)
     if not keys:
         return "<p>nothing</p>"
     rows = "".join(
@@ -134,14 +139,6 @@ def shown(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(shown, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else "''" if value == "" else str(value)
-
-
-def flat(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys to values."""
-    found: dict[str, Any] = {}
-    for key, value in nested.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return found
 
 
 def defaults() -> Config:

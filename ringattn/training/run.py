@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringattn.config import Config, ConfigError, to_dict
+from ringattn.config import Config, ConfigError, flatten, to_dict
 from ringattn.data import Dataset, build_dataset
 from ringattn.model.config import ModelConfig
 from ringattn.model.transformer import Transformer
@@ -242,11 +242,3 @@ def compare_runs(found: Path, saved: Progress, config: Config, model_config: Mod
 def corpus_identity(dataset: Dataset) -> dict[str, str]:
     """What a checkpoint remembers of its data: ``fingerprint`` of the corpus, ``stream`` of the order of rows."""
     return {"name": dataset.name, "fingerprint": dataset.fingerprint, "stream": dataset.stream_fingerprint}
-
-
-def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys to values."""
-    flat: dict[str, Any] = {}
-    for key, value in nested.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ringattn.config import from_dict
+from ringattn.planner import merged
 from ringattn.ring import attention, transport
 from ringattn.training import offload
 from ringattn.training.launch import Launch, process_group
@@ -37,18 +38,6 @@ BASE: dict[str, Any] = {
     "checkpoint": {"every": 0, "keep": 0},
     "log": {"console": "off", "tensorboard": False},
 }
-
-
-def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """``base`` with dotted ``changes`` set: {"train.steps": 3}."""
-    result = copy.deepcopy(base)
-    for key, value in changes.items():
-        holder = result
-        *sections, last = key.split(".")
-        for section in sections:
-            holder = holder.setdefault(section, {})
-        holder[last] = value
-    return result
 
 
 def write_corpus(folder: Path) -> None:

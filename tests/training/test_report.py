@@ -23,13 +23,13 @@ from ranks import Ranks
 from test_launch import ROOT, TINY, command_line
 
 from ringattn import Layout, Ring, make_schedule
-from ringattn.config import ConfigError, from_dict, to_dict
+from ringattn.config import ConfigError, flatten, from_dict, to_dict
 from ringattn.training.charts import MAX_POINTS, Line, line_chart, thinned, tick_name, ticks
 from ringattn.training.launch import Launch, process_group
 from ringattn.training.loop import train
 from ringattn.training.provenance import command_line as started_by
 from ringattn.training.provenance import document_lengths
-from ringattn.training.report import build_report, defaults, flat, write_report
+from ringattn.training.report import build_report, defaults, write_report
 from ringattn.training.ring_picture import SHOWN, draw_holders, draw_hops, hop_lines
 from ringattn.training.run import assemble
 
@@ -160,7 +160,7 @@ def test_the_defaults_of_the_report_are_those_of_the_command_line() -> None:
     from ringattn.train import config_folder
 
     composed = from_dict(compose_keys([], config_folder()))
-    assert flat(to_dict(composed)) == flat(to_dict(defaults()))
+    assert flatten(to_dict(composed)) == flatten(to_dict(defaults()))
 
 
 def test_command_line_is_the_one_that_was_typed() -> None:
