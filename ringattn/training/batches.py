@@ -64,6 +64,12 @@ class Batches:
         self._ahead = (step + 1, self._reader.submit(self._plan, step + 1)) if step + 1 < self.train.steps else None
         return ready
 
+    def first(self, step: int) -> Placed:
+        """The first micro-batch of :meth:`rows` of ``step``, which are then there when they are asked for."""
+        if self._ahead is None or self._ahead[0] != step:
+            self._ahead = (step, self._reader.submit(self._plan, step))
+        return self._ahead[1].result()[0]
+
     def validation(self, rows: int) -> Iterator[Placed]:
         """``rows`` validation rows, each read by one ring. Every ring gets as many batches, since all ranks take part in every forward
         pass; the places beyond the last row hold a row without labels, which counts nothing."""

@@ -17,10 +17,9 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,8 +34,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ringattn.training.safe_reader import INDEX, CheckpointError, SafeReader, SaveError, read_index
-
-T = TypeVar("T")
+from ringattn.training.together import everywhere, on_main
 
 FORMAT = 1  # raised when an older reader could not understand a newer checkpoint
 STATE = "state.json"
@@ -109,37 +107,6 @@ def save(folder: Path, progress: Progress, model: nn.Module, optimizer: torch.op
         whole = "there is no complete one" if newest is None else f"the newest complete one is {step_folder(folder, newest).name}"
         raise SaveError(f"checkpoint {final}: cannot be written ({_reason(error)}); {whole}") from None
     return final
-
-
-def everywhere(work: Callable[[], T]) -> T:
-    """``work()`` on every rank, without collectives of its own; where it fails on one, CheckpointError is raised on all."""
-    result, problem = None, None
-    try:
-        result = work()
-    except (CheckpointError, OSError) as error:
-        problem = str(error)
-    everyone: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, problem)
-    failed = [(rank, p) for rank, p in enumerate(everyone) if p is not None]
-    if failed:
-        rank, text = failed[0]
-        raise CheckpointError(text if len(failed) == len(everyone) else f"{text} (rank {rank})")
-    return result  # type: ignore[return-value]
-
-
-def on_main(work: Callable[[], T]) -> T:
-    """``work()`` on rank 0, its result on all; where it fails, CheckpointError is raised on all. Others wait here until it is done."""
-    answer: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            answer[0] = work()
-        except OSError as error:
-            answer[1] = _reason(error)
-    dist.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
-        raise CheckpointError(answer[1])
-    result: T = answer[0]
-    return result
 
 
 def _reason(error: BaseException) -> str:

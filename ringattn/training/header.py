@@ -17,11 +17,8 @@ if TYPE_CHECKING:
 
 def introduce(run: Run, found: Path | None, notes: list[str]) -> None:
     """Print the header, where the run goes on from, and whatever else the user should know before the first step."""
-    layout = run.placement.fixed
-    planned = f"{run.placement.kind}, planned for each batch; the first: " if layout is None else ""
-    if layout is None:
-        train = run.config.train
-        layout = run.placement.place(run.dataset.batch(run.step, range(train.micro_rows), train.rows)).layout
+    layout = run.batches.first(run.step).layout
+    planned = f"{run.placement.kind}, planned for each batch; the first: " if run.placement.fixed is None else ""
     ring = [f"{planned}{layout.kind}, positions 0-{layout.seq_len - 1}"]
     ring += picture(layout, run.mesh.ring.virtual, fancy=run.console.fancy)
     rows = [*model_rows(run), *mesh_rows(run), *cost_rows(run), ("files", str(run.folder.path))]

@@ -33,7 +33,6 @@ from ringattn.ring.attention import attend
 from ringattn.ring.ring import Ring
 from ringattn.training.mesh import Mesh
 from ringattn.training.offload import Offload
-from ringattn.training.preflight import kernel_refusal
 
 
 def precision(config: Config, device: torch.device) -> tuple[torch.dtype, torch.dtype]:
@@ -136,23 +135,36 @@ def free_gathered(model: nn.Module) -> None:
         unit.reshard()
 
 
-def agree_on_kernel(config: Config, model_config: ModelConfig, mesh: Mesh) -> str:
-    """The one attention kernel of this run. Ranks that chose differently would disagree in their bits: that is refused.
+def choose_kernel(config: Config, model_config: ModelConfig, device: torch.device) -> str:
+    """The name of the attention kernel that ``config`` gets on this device.
 
     Raises ConfigError where the named kernel cannot take the model's dtype, head dim or features.
     """
-    m, (_, compute) = model_config, precision(config, mesh.device)
-    q, k = (torch.empty(1, 1, heads, m.head_dim, dtype=compute, device=mesh.device) for heads in (m.heads, m.kv_heads))
+    m, (_, compute) = model_config, precision(config, device)
+    q, k = (torch.empty(1, 1, heads, m.head_dim, dtype=compute, device=device) for heads in (m.heads, m.kv_heads))
     sinks = q.new_empty(m.heads) if m.sinks else None
     try:
-        name = select_kernel(config.kernel, q, k, softcap=m.softcap or None, sinks=sinks, deterministic=config.deterministic).name
-        refusal = None
+        return select_kernel(config.kernel, q, k, softcap=m.softcap or None, sinks=sinks, deterministic=config.deterministic).name
     except (ValueError, ImportError) as error:
-        name, refusal = "none", kernel_refusal(config.kernel, error)
+        reason = str(error).removeprefix(f"kernel={config.kernel!r}: ")
+        raise ConfigError([f"kernel={config.kernel}: {reason}; kernel=auto takes the fastest that works here"]) from None
+
+
+def agree_on_kernel(config: Config, model_config: ModelConfig, mesh: Mesh) -> str:
+    """The one attention kernel of this run. Ranks that chose differently would disagree in their bits: that is refused.
+
+    Raises ConfigError for that, and what :func:`choose_kernel` raises. Every rank calls this.
+    """
+    refused: list[ConfigError] = []
+    try:
+        name = choose_kernel(config, model_config, mesh.device)
+    except ConfigError as error:
+        name = "none"
+        refused.append(error)
     names: list[Any] = [None] * mesh.world_size
     dist.all_gather_object(names, name)
-    if refusal is not None:
-        raise ConfigError([refusal])
+    if refused:
+        raise refused[0]
     if len(set(names)) > 1:
         chosen = ", ".join(f"rank {r}: {n}" for r, n in enumerate(names) if n != names[0] or r == 0)
         raise ConfigError([f"kernel={config.kernel}: the ranks would run different kernels ({chosen}); name one that all of them have"])

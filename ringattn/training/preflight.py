@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from ringattn.config import Config
+from ringattn.config import Config, ConfigError
 from ringattn.data import BYTE_VOCAB_SIZE
-from ringattn.kernels.select import select_kernel
 from ringattn.training.console import binary
+from ringattn.training.parallelize import choose_kernel
 from ringattn.typed import Problems
 
 ROW_BYTES = 8 + 8 + 8 + 4  # a position of a whole row on the host: token, label, position, document
@@ -78,19 +78,10 @@ def checkpoint_bytes(config: Config) -> int:
 def _check_kernel(config: Config, problems: Problems) -> None:
     if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
         return  # the ranks ask their own GPUs once they have them
-    m = config.model
-    dtype = {"fp64": torch.float64, "bf16": torch.bfloat16}.get(config.precision, torch.float32)
-    q, k = (torch.empty(1, 1, heads, m.head_dim, dtype=dtype) for heads in (m.heads, m.kv_heads))
-    sinks = q.new_empty(m.heads) if m.sinks else None
     try:
-        select_kernel(config.kernel, q, k, softcap=m.softcap or None, sinks=sinks, deterministic=config.deterministic)
-    except (ValueError, ImportError) as error:
-        problems.add(kernel_refusal(config.kernel, error), "kernel")
-
-
-def kernel_refusal(kernel: str, error: Exception) -> str:
-    """The message of a kernel that cannot be used here."""
-    return f"kernel={kernel}: {str(error).removeprefix(f'kernel={kernel!r}: ')}; kernel=auto takes the fastest that works here"
+        choose_kernel(config, config.model, torch.device("cpu"))
+    except ConfigError as error:
+        problems.add(error.problems[0], "kernel")
 
 
 def host_memory() -> int | None:

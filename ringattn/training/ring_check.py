@@ -60,7 +60,7 @@ def check_ring(run: Run) -> str:
 
     Raises CheckFailed on all ranks if a tensor of some rank is off by more than its dtype explains.
     """
-    placed = run.batches.rows(run.step)[0]
+    placed = run.batches.first(run.step)
     micro, debug = run.batches.place(placed), run.config.debug
     attentions = [m for m in run.model.modules() if isinstance(m, Attention)]
     originals = [a.attend for a in attentions]

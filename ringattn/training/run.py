@@ -31,7 +31,7 @@ from ringattn.training.placement import Placement
 from ringattn.training.provenance import document_lengths, write_environment
 from ringattn.training.report import write_report
 from ringattn.training.safe_reader import CheckpointError
-from ringattn.training.together import attempt, refuse_together
+from ringattn.training.together import attempt, everywhere, on_main, refuse_together
 
 # Keys that say where and how a run is carried out, not what it computes: a change of these needs no note on resuming.
 UNREMARKABLE = (
@@ -112,25 +112,25 @@ def assemble(config: Config, device: torch.device) -> Run:
 
     folder = RunFolder(config.folder)
     console = Console(config.log, enabled=mesh.is_main)
-    found, notes = find_checkpoint(config, folder)
+    # as the main rank sees it: all ranks must go on from the same checkpoint
+    found, notes = on_main(lambda: checkpoint.find(config.resume, folder.checkpoints))
     step = 0
     if found is not None:
-        saved, remarks = checkpoint.everywhere(lambda: examine(found, config, model_config, dataset))
+        saved, remarks = everywhere(lambda: examine(found, config, model_config, dataset))
         notes += remarks
         notes += checkpoint.load(found, model, optimizer, seed=config.seed)
         step = saved.step
     if config.schedule.warmup_steps > config.train.steps:
         notes.append(f"the warm-up ({config.schedule.warmup_steps} steps) is longer than the run: optim.lr is never reached")
     facts = {"world_size": mesh.world_size, "device": str(device), "kernel": kernel}
-    first = mesh.data_rank * (config.train.rows // mesh.data_size)  # every ring tries its first row: a damaged corpus may show here
-    row = attempt(problems, lambda: dataset.batch(step, [first], config.train.rows))
-    refuse_together(problems)
-    if row is not None and config.data.mask_documents:
-        facts["documents"] = document_lengths(row.documents[0])
-    notes += prepare_folder(folder, config, step, facts if mesh.is_main else None)
-    tracker = start_tracker(folder, config, step, mesh.is_main)
-    metrics = Metrics(folder.path, step=step, enabled=mesh.is_main, tensorboard=config.log.tensorboard, tracker=tracker)
     batches = Batches(dataset, mesh, placement, config.train)
+    first = attempt(problems, lambda: batches.first(step))  # every ring tries its next rows: a damaged corpus may show here
+    refuse_together(problems)
+    if first is not None and config.data.mask_documents:
+        facts["documents"] = document_lengths(first.batch.documents[0, : config.train.seq_len])
+    notes += prepare_folder(folder, config, step, facts)
+    tracker = start_tracker(folder, config, step)
+    metrics = Metrics(folder.path, step=step, enabled=mesh.is_main, tensorboard=config.log.tensorboard, tracker=tracker)
     predicted = forecast(
         config, model_config, world_size=mesh.world_size, compute_bytes=precision(config, device)[1].itemsize, device=device,
         documents=visible_length(dataset, config),
@@ -162,53 +162,31 @@ def fill_vocabulary(model: ModelConfig, dataset: Dataset) -> ModelConfig:
     return dataclasses.replace(model, vocab_size=model.vocab_size or dataset.vocab_size)
 
 
-def find_checkpoint(config: Config, folder: RunFolder) -> tuple[Path | None, list[str]]:
-    """What to resume from, as the main rank sees it: all ranks must go on from the same checkpoint. Raises CheckpointError on all."""
-    answer: list[Any] = [None, [], None]
-    if dist.get_rank() == 0:
-        try:
-            answer[0], answer[1] = checkpoint.find(config.resume, folder.checkpoints)
-        except CheckpointError as error:
-            answer[2] = str(error)
-    dist.broadcast_object_list(answer, src=0)
-    if answer[2] is not None:
-        raise CheckpointError(answer[2])
-    return answer[0], answer[1]
-
-
-def prepare_folder(folder: RunFolder, config: Config, step: int, facts: dict[str, Any] | None) -> list[str]:
-    """Make the run's folder ready, on the one rank that has ``facts`` to write there. Returns notes for the user.
+def prepare_folder(folder: RunFolder, config: Config, step: int, facts: dict[str, Any]) -> list[str]:
+    """Make the run's folder ready, on one rank, with ``facts`` about the run in it. Returns notes for the user.
 
     Raises ConfigError on all ranks if it cannot be written.
     """
-    answer: list[Any] = [[], None]
-    if facts is not None:
-        try:
-            answer[0] = folder.prepare(config, step, fresh=config.resume == "never")
-            write_environment(folder.path, facts)
-        except OSError as error:
-            answer[1] = f"log.dir={config.log.dir}: cannot write {error.filename or folder.path} ({error.strerror or error})"
-    dist.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
-        raise ConfigError([answer[1]])
-    notes: list[str] = answer[0]
-    return notes
+
+    def prepare() -> list[str]:
+        notes = folder.prepare(config, step, fresh=config.resume == "never")
+        write_environment(folder.path, facts)
+        return notes
+
+    try:
+        return on_main(prepare)
+    except OSError as error:
+        where, why = error.filename or folder.path, error.strerror or error
+        raise ConfigError([f"log.dir={config.log.dir}: cannot write {where} ({why})"]) from None
 
 
-def start_tracker(folder: RunFolder, config: Config, step: int, is_main: bool) -> Any:
+def start_tracker(folder: RunFolder, config: Config, step: int) -> Any:
     """The W&B run, on the main rank, if one is wanted. Raises ConfigError on all ranks if it cannot start."""
     if config.log.wandb == "off":
         return None
-    tracker, answer = None, list[Any]([None])
-    if is_main:
-        try:
-            tracker = open_tracker(config.log, folder.path, to_dict(config), step=step)
-        except ConfigError as error:
-            answer = [error.problems]
-    dist.broadcast_object_list(answer, src=0)
-    if answer[0]:
-        raise ConfigError(answer[0])
-    return tracker
+    trackers: list[Any] = []
+    on_main(lambda: trackers.append(open_tracker(config.log, folder.path, to_dict(config), step=step)))
+    return trackers[0] if trackers else None
 
 
 def examine(found: Path, config: Config, model_config: ModelConfig, dataset: Dataset) -> tuple[Progress, list[str]]:

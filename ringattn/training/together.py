@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from ringattn.config import ConfigError
 from ringattn.data import DataError
+from ringattn.training.safe_reader import CheckpointError
 
 T = TypeVar("T")
 
@@ -43,6 +44,42 @@ def refuse_together(own: list[str]) -> None:
     found = agree(own)
     if found:
         raise ConfigError(found)
+
+
+def everywhere(work: Callable[[], T]) -> T:
+    """``work()`` on every rank, without collectives of its own; where it fails on one, CheckpointError is raised on all."""
+    result, own = None, list[str]()
+    try:
+        result = work()
+    except (CheckpointError, OSError) as error:
+        own.append(str(error))
+    found = agree(own)
+    if found:
+        raise CheckpointError(found[0])
+    return result  # type: ignore[return-value]
+
+
+def on_main(work: Callable[[], T]) -> T:
+    """``work()`` on rank 0, its result on all ranks, which wait here until it is done.
+
+    What it raises of ConfigError, CheckpointError and OSError is raised on all.
+    """
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = work()
+        except ConfigError as error:
+            answer[1] = ConfigError, (error.problems,)
+        except CheckpointError as error:
+            answer[1] = CheckpointError, (str(error),)
+        except OSError as error:
+            answer[1] = OSError, (error.errno, error.strerror, error.filename) if error.strerror else (str(error),)
+    dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        kind, arguments = answer[1]
+        raise kind(*arguments)
+    result: T = answer[0]
+    return result
 
 
 def lost_contact(error: BaseException) -> bool:
