@@ -10,9 +10,8 @@ judged by ``ringattn.cost``. Only keys that the caller left open are chosen; tho
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ringattn import cost
@@ -22,7 +21,6 @@ from ringattn.cost import GIB, Machine, Memory, StepTime, Work
 Wish = Literal["fastest", "longest"]
 # From the fastest to the smallest. Offloading is planned where asked for only: a profile does not say what the host has left.
 POLICIES = ("none", "attention_saved", "block")
-SEARCHED = ("parallel.ring", "parallel.ulysses", "parallel.shard", "parallel.replicate", "parallel.layout", "activation", "model.ffn_chunk")
 GRANULE = 1024  # lengths are multiples of this times twice the ring
 
 
@@ -80,6 +78,23 @@ class Plan:
         return " ".join(f"{key}={show(value)}" for key, value in {**self.requested, **self.overrides}.items())
 
 
+@dataclass(frozen=True)
+class Request:
+    """What a plan is asked for; the fields are the arguments of :func:`plan`."""
+
+    raw: dict[str, Any]
+    machine: Machine
+    gpus: int
+    fixed: dict[str, Any]
+    vocab_size: int
+    documents: int
+    precision_bytes: int
+
+    def at_length(self, seq_len: int) -> Request:
+        """The same with rows of ``seq_len`` tokens."""
+        return replace(self, raw=merged(self.raw, {"train.seq_len": seq_len}))
+
+
 def show(value: Any) -> str:
     """A value as Hydra reads it."""
     if isinstance(value, list | tuple):
@@ -108,49 +123,40 @@ def plan(
         raise ValueError(f"gpus={gpus}: must be at least 1")
     if wish not in ("fastest", "longest"):
         raise ValueError(f"wish={wish}: must be fastest or longest")
-    fixed = dict(fixed or {})
-    settings = {"vocab": vocab_size, "documents": documents, "bytes": precision_bytes}
+    request = Request(raw, profile, gpus, dict(fixed or {}), vocab_size, documents, precision_bytes)
     if wish == "fastest":
-        return choose(list(candidates(raw, profile, gpus, fixed, settings)), raw, profile, gpus, fixed, settings)
+        return choose(request)
     best: Plan | None = None
     step = GRANULE * 2
     low, high = 0, step
-    while high < 2**33 and (found := attempt(raw, profile, gpus, fixed, settings, high)) is not None:
+    while high < 2**33 and (found := attempt(request, high)) is not None:
         best, low, high = found, high, high * 2
     while best is not None and high - low > max(step, low // 64):
         middle = (low + high) // 2 // step * step
-        found = attempt(raw, profile, gpus, fixed, settings, middle)
+        found = attempt(request, middle)
         best, low, high = (found, middle, high) if found is not None else (best, low, middle)
-    if best is None:
-        return choose(list(candidates(at_length(raw, step), profile, gpus, fixed, settings)), raw, profile, gpus, fixed, settings)
-    return best
+    return choose(request.at_length(step)) if best is None else best
 
 
-def attempt(raw: dict[str, Any], machine: Machine, gpus: int, fixed: dict[str, Any], settings: dict[str, int], seq_len: int) -> Plan | None:
+def attempt(request: Request, seq_len: int) -> Plan | None:
     """The fastest plan at a length (rounded up to one that the layout can cut), None where nothing fits."""
-    unit = 2 * gpus * 64
+    unit = 2 * request.gpus * 64
     longer = -(-seq_len // unit) * unit
-    found = [p for p in candidates(at_length(raw, longer), machine, gpus, fixed, settings) if p.fits]
+    found = [p for p in candidates(request.at_length(longer)) if p.fits]
     if not found:
         return None
-    best = min(found, key=lambda p: p.time.total_s / (p.work.rows * p.work.seq_len))
-    return dataclasses.replace(best, overrides={"train.seq_len": longer, **best.overrides})
+    best = max(found, key=lambda p: p.tokens_per_s)
+    return replace(best, overrides={"train.seq_len": longer, **best.overrides})
 
 
-def at_length(raw: dict[str, Any], seq_len: int) -> dict[str, Any]:
-    """The same config with rows of ``seq_len`` tokens."""
-    changed = copy.deepcopy(raw)
-    changed.setdefault("train", {})["seq_len"] = seq_len
-    return changed
-
-
-def choose(found: list[Plan], raw: dict[str, Any], machine: Machine, gpus: int, fixed: dict[str, Any], settings: dict[str, int]) -> Plan:
+def choose(request: Request) -> Plan:
     """The fastest a token of those that fit. Raises NothingFits with the nearest that does."""
+    found = list(candidates(request))
     fitting = [p for p in found if p.fits]
     if fitting:
-        return min(fitting, key=lambda p: p.time.total_s / (p.work.rows * p.work.seq_len))
+        return max(fitting, key=lambda p: p.tokens_per_s)
     nearest = min(found, key=lambda p: p.memory.peak)
-    raise NothingFits(shortage(nearest), nearest, nearest_fitting(nearest, raw, machine, gpus, fixed, settings))
+    raise NothingFits(shortage(nearest), nearest, nearest_fitting(nearest, request))
 
 
 def shortage(p: Plan) -> str:
@@ -164,22 +170,18 @@ def shortage(p: Plan) -> str:
     )
 
 
-def nearest_fitting(
-    p: Plan, raw: dict[str, Any], machine: Machine, gpus: int, fixed: dict[str, Any], settings: dict[str, int]
-) -> Plan | None:
+def nearest_fitting(p: Plan, request: Request) -> Plan | None:
     """The nearest plan that fits: the same length on the fewest GPUs more, otherwise a shorter length on as many."""
-    more = gpus
-    while more < 64 * gpus:
+    more = request.gpus
+    while more < 64 * request.gpus:
         more *= 2
-        rows = dict(raw.get("train", {}))
-        rows["rows"] = max(rows.get("rows", 1), 1)
-        found = [q for q in candidates({**raw, "train": rows}, machine, more, fixed, settings) if q.fits]
+        found = [q for q in candidates(replace(request, gpus=more)) if q.fits]
         if found:
             return min(found, key=lambda q: q.time.total_s)
     length = p.work.seq_len
     while length > 2 * GRANULE:
         length //= 2
-        shorter = attempt(raw, machine, gpus, fixed, settings, length)
+        shorter = attempt(request, length)
         if shorter is not None:
             return shorter
     return None
@@ -190,19 +192,18 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def candidates(raw: dict[str, Any], machine: Machine, gpus: int, fixed: dict[str, Any], settings: dict[str, int]) -> Iterator[Plan]:
+def candidates(request: Request) -> Iterator[Plan]:
     """Every plan that the config's own checks accept. Raises ConfigError if there is none, with the problems of the last."""
     problems: ConfigError | None = None
     found = False
-    for choice in choices(raw, gpus, fixed):
-        changed = merged(raw, choice)
+    for choice in choices(request.raw, request.gpus, request.fixed):
         try:
-            config = from_dict(changed, world_size=gpus)
+            config = from_dict(merged(request.raw, choice), world_size=request.gpus)
         except ConfigError as error:
             problems = error
             continue
         found = True
-        yield evaluate(config, machine, gpus, settings, choice, fixed)
+        yield evaluate(request, config, choice)
     if not found and problems is not None:
         raise problems
 
@@ -245,13 +246,15 @@ def merged(raw: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
     return changed
 
 
-def evaluate(
-    config: Config, machine: Machine, gpus: int, settings: dict[str, int], choice: dict[str, Any], requested: dict[str, Any]
-) -> Plan:
+def evaluate(request: Request, config: Config, choice: dict[str, Any]) -> Plan:
     """Memory and time of one config. Overrides that say what is the default anyway are left out."""
-    vocab = config.model.vocab_size or settings["vocab"] or 258
-    model = dataclasses.replace(config.model, vocab_size=vocab)
-    work = cost.work_of(config, model, gpus, compute_bytes=settings["bytes"], documents=settings["documents"])
+    vocab = config.model.vocab_size or request.vocab_size or 258
+    work = cost.work_of(
+        config, replace(config.model, vocab_size=vocab), request.gpus, compute_bytes=request.precision_bytes, documents=request.documents
+    )
     plain = {"parallel.ulysses": 1, "parallel.shard": 1, "parallel.replicate": 1, "parallel.layout": "zigzag", "activation": "none"}
-    overrides = {k: v for k, v in choice.items() if k not in requested and plain.get(k) != v and not (k == "parallel.ring" and gpus == 1)}
-    return Plan(work, machine, cost.memory(work), cost.step_time(work, machine), overrides, dict(requested))
+    overrides = {
+        k: v for k, v in choice.items()
+        if k not in request.fixed and plain.get(k) != v and not (k == "parallel.ring" and request.gpus == 1)
+    }  # fmt: skip
+    return Plan(work, request.machine, cost.memory(work), cost.step_time(work, request.machine), overrides, dict(request.fixed))

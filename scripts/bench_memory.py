@@ -12,7 +12,6 @@ are drawn on the GPU. A JSON file grows with every part; a table ends the run, a
 from __future__ import annotations
 
 import argparse
-import functools
 import gc
 import json
 import math
@@ -27,21 +26,18 @@ from typing import Any
 import torch
 from memory_parts import head_error, head_peak, head_time, row_times
 from omegaconf import OmegaConf
+from predict_check import prepare, preset
 from torch import Tensor
 
 from ringattn import cost
 from ringattn.config import Config, from_dict
 from ringattn.cost import GIB
-from ringattn.data import dataset
-from ringattn.data.config import DataConfig
-from ringattn.model import init
 from ringattn.training.launch import Launch, process_group
 from ringattn.training.loop import train_step
 from ringattn.training.run import Run, assemble
 from ringattn.training.stop import StopSignals
 
 K = 1024
-READ = dataset.read_corpus
 # The 1.3B model of FlashAttention-2's end-to-end table (arXiv 2307.08691, table 1), with a SwiGLU of as many parameters.
 GPT = {"name": "gpt-1.3b", "width": 2048, "layers": 24, "heads": 16, "kv_heads": 16, "head_dim": 128, "ffn_width": 5504, "tied": True,
        "vocab_size": 50304}  # fmt: skip
@@ -51,9 +47,7 @@ VOCAB = {"125m": 50304, "350m": 50304, "1b": 100352, "3b": 128256, "8b": 128256,
 def make_config(folder: str, model: str | dict[str, Any], seq_len: int, changes: dict[str, Any] | None = None) -> Config:
     """The run to measure: a preset by name or a whole model; ``changes``: dotted keys."""
     if isinstance(model, str):
-        path = Path(__file__).resolve().parents[1] / "configs" / "model" / f"{model}.yaml"
-        preset: Any = OmegaConf.to_container(OmegaConf.load(path))
-        model = preset | {"vocab_size": VOCAB[model]}
+        model = preset(model) | {"vocab_size": VOCAB[model]}
     raw = OmegaConf.create({
         "name": "bench", "resume": "never", "model": model, "data": {"kind": "stdlib"}, "checkpoint": {"keep": 0},
         "train": {"steps": 10**6, "seq_len": seq_len, "rows": 1, "val_every": 0}, "schedule": {"warmup_steps": 10},
@@ -67,36 +61,15 @@ def make_config(folder: str, model: str | dict[str, Any], seq_len: int, changes:
 
 @contextmanager
 def built(model: str | dict[str, Any], seq_len: int, changes: dict[str, Any] | None = None) -> Iterator[Run]:
-    """A run, ready to step, with weights from the table drawn on the device."""
-    keep, init.initialise = init.initialise, _draw_on_device  # type: ignore[assignment]
-    read, dataset.read_corpus = dataset.read_corpus, _read_once  # type: ignore[assignment]
+    """A run, ready to step."""
     with tempfile.TemporaryDirectory() as folder:
         run = None
         try:
             run = assemble(make_config(folder, model, seq_len, changes), torch.device("cuda", torch.cuda.current_device()))
             yield run
         finally:
-            init.initialise, dataset.read_corpus = keep, read
             if run is not None:
                 run.close()
-
-
-@functools.cache
-def _corpus(kind: str) -> Any:
-    return READ(DataConfig(kind=kind))  # type: ignore[arg-type]
-
-
-def _read_once(config: DataConfig) -> Any:
-    return _corpus(config.kind)
-
-
-@torch.no_grad()
-def _draw_on_device(model: torch.nn.Module, cfg: Any, seed: int) -> None:
-    torch.manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        kind, value = init.initial_rule(init.parameter_name(name), cfg)
-        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        local.fill_(value) if kind == "constant" else local.normal_(0, value)
 
 
 def flops(run: Run, pairs: list[int] | None = None) -> float:
@@ -317,6 +290,7 @@ def main() -> None:
     unknown = [p for p in chosen if p not in parts]
     if unknown:
         raise SystemExit(f"--parts={args.parts}: {', '.join(unknown)} is none of {', '.join(parts)}")
+    prepare()
     with tempfile.TemporaryDirectory() as folder, process_group(make_config(folder, GPT, 8 * K), Launch.from_environment()):
         results = run_parts(parts, chosen + ["million"] * args.million, args.out)
     picture(results, args.out.with_suffix(".png"))

@@ -33,6 +33,12 @@ from ringattn.config import Config, from_dict
 from ringattn.cost import GIB, Machine, Memory, StepTime, Work
 
 
+def preset(name: str) -> dict[str, Any]:
+    """The keys of configs/model/<name>.yaml."""
+    found: Any = OmegaConf.to_container(OmegaConf.load(Path(__file__).resolve().parents[1] / "configs" / "model" / f"{name}.yaml"))
+    return dict(found)
+
+
 @dataclass(frozen=True)
 class Case:
     """One training step: a preset with some keys changed. ``documents``: attention stays within the corpus's own documents."""
@@ -63,9 +69,7 @@ class Case:
 
     def config(self, folder: str) -> Config:
         """The run that this case is."""
-        presets = Path(__file__).resolve().parents[1] / "configs" / "model"
-        model: Any = OmegaConf.to_container(OmegaConf.load(presets / f"{self.model}.yaml"))
-        model |= {"layers": self.layers, "vocab_size": self.vocab, "windows": list(self.windows)}
+        model = preset(self.model) | {"layers": self.layers, "vocab_size": self.vocab, "windows": list(self.windows)}
         model |= {"head_dim": self.head_dim} if self.head_dim else {}
         return from_dict({
             "name": "check", "resume": "never", "activation": self.activation, "kernel": self.kernel, "model": model,

@@ -151,6 +151,8 @@ def test_the_page_proposes_what_fits() -> None:
     smallest = long_run(**{"activation": "block", "model.ffn_chunk": 2048, "model.loss_chunk": 0})
     least = cost.memory(cost.work_of(smallest, smallest.model, 1, compute_bytes=2)).peak / 2**30
     assert "train.seq_len=" in page(smallest, 0.99 * least, MemoryError())
+    waiting = dataclasses.replace(smallest, activation="offload")
+    assert "train.seq_len=" in page(waiting, 0.99 * least, MemoryError())
     assert "More GPUs" in page(config, 10.0, MemoryError())
 
 

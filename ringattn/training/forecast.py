@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import statistics
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +119,7 @@ def out_of_memory_page(
     """
     work = cost.work_of(config, model, world_size, compute_bytes=compute_bytes, documents=documents)
     moment = moment_of(error)
-    memory = highest(work, moment)
+    memory = cost.memory(work, among=MOMENTS.get(moment, ()))
     # what was held and what was asked for: where that is more than predicted, the prediction is too low here, and so for what is proposed
     excess = max(1.0, held_bytes / cost.memory(work).peak)
     lines = [
@@ -128,9 +129,14 @@ def out_of_memory_page(
         f"The largest parts then, by the cost model ({memory.phase}):",
         *memory_bar(memory, None),
     ]
-    found = smallest_change(config, model, world_size, compute_bytes, usable_bytes / excess, documents)
+    raw = to_dict(dataclasses.replace(config, model=model))
+
+    def predict(change: dict[str, Any]) -> Work | None:
+        return changed_work(raw, change, world_size, compute_bytes, documents)
+
+    found = smallest_change(predict, usable_bytes / excess)
     if found is None:
-        shorter = shorter_rows(config, model, world_size, compute_bytes, usable_bytes / excess, documents)
+        shorter = shorter_rows(predict, config.train.seq_len, usable_bytes / excess)
         lines.append("No override of activation, chunks or micro-batches makes it fit.")
         if shorter:
             lines.append(f"What fits is a shorter row: train.seq_len={shorter}; or more GPUs: scripts/plan.py gpus=... says how many.")
@@ -153,29 +159,20 @@ def moment_of(error: BaseException) -> str:
     return "forward pass" if "forward" in names or "train_step" in names else ""
 
 
-def highest(work: Work, moment: str) -> Memory:
-    """The parts at the highest moment of a pass (of the whole step if it is not known)."""
-    from ringattn.cost.memory import PARTS, phases
-
-    kept = {"forward pass": ("loss",), "backward pass": ("head backward", "last block", "first block", "reduction")}.get(moment)
-    moments = {name: {p: parts.get(p, 0) for p in PARTS} for name, parts in phases(work).items() if kept is None or name in kept}
-    totals = {name: sum(parts.values()) for name, parts in moments.items()}
-    phase = max(totals, key=lambda name: totals[name])
-    return Memory(moments[phase], phase, totals)
+# The moments of the cost model (ringattn.cost.memory) that lie in a pass.
+MOMENTS = {"forward pass": ("loss",), "backward pass": ("head backward", "last block", "first block", "reduction")}
+Predict = Callable[[dict[str, Any]], Work | None]  # overrides -> the work of the run with them, None where it is the same or refused
 
 
-def smallest_change(
-    config: Config, model: ModelConfig, world_size: int, compute_bytes: int, usable_bytes: float, documents: int
-) -> tuple[dict[str, Any], int] | None:
+def smallest_change(predict: Predict, usable_bytes: float) -> tuple[dict[str, Any], int] | None:
     """The fewest overrides, and among as many those that cost least, whose predicted peak is below ``usable_bytes``."""
-    raw = to_dict(dataclasses.replace(config, model=model))
     speed = cost.find_machine("h200")
     for count in range(1, 4):
         fitting = []
         for keys in itertools.combinations(SMALLER, count):
             for values in itertools.product(*(SMALLER[k] for k in keys)):
                 change = dict(zip(keys, values, strict=True))
-                work = try_change(raw, change, world_size, compute_bytes, documents)
+                work = predict(change)
                 if work is not None and (peak := cost.memory(work).peak) <= usable_bytes:
                     fitting.append((cost.step_time(work, speed).total_s, peak, change))
         if fitting:
@@ -184,20 +181,18 @@ def smallest_change(
     return None
 
 
-def shorter_rows(config: Config, model: ModelConfig, world_size: int, compute_bytes: int, usable_bytes: float, documents: int) -> int:
-    """The longest row, by halves, that fits with everything else at its smallest; 0 if none does."""
-    raw = to_dict(dataclasses.replace(config, model=model))
-    length = config.train.seq_len // 2
+def shorter_rows(predict: Predict, seq_len: int, usable_bytes: float) -> int:
+    """The longest row, by halves, that fits with everything else as it is; 0 if none does."""
+    length = seq_len // 2
     while length >= 64:
-        for policy in POLICIES:
-            work = try_change(raw, {"train.seq_len": length, "activation": policy}, world_size, compute_bytes, documents)
-            if work is not None and policy == config.activation and cost.memory(work).peak <= usable_bytes:
-                return length
+        work = predict({"train.seq_len": length})
+        if work is not None and cost.memory(work).peak <= usable_bytes:
+            return length
         length //= 2
     return 0
 
 
-def try_change(raw: dict[str, Any], change: dict[str, Any], world_size: int, compute_bytes: int, documents: int) -> Work | None:
+def changed_work(raw: dict[str, Any], change: dict[str, Any], world_size: int, compute_bytes: int, documents: int) -> Work | None:
     """The work of a changed config, None where it is the same or refused."""
     changed = merged(raw, change)
     if changed == raw:
