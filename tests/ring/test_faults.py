@@ -32,6 +32,7 @@ from ringattn.ring.transport import PointToPoint
 pytestmark = pytest.mark.ring
 TIMEOUT_S, PATIENCE_S = 5.0, 20.0  # the second: for a machine that is busy with other things
 WORLD, VICTIM = 3, 1
+OTHERS, ALL = (0, 2), (0, 1, 2)
 
 
 class Bomb(PointToPoint):
@@ -197,8 +198,8 @@ def context():
     return context
 
 
-def run(context, function, *args, limit_s=TIMEOUT_S + PATIENCE_S, tcp_port=None) -> list[tuple[str, Any, float] | None]:
-    """(kind, value, seconds) of each rank, None for one that said nothing."""
+def run(context, function, *args, survivors=OTHERS, limit_s=TIMEOUT_S + PATIENCE_S, tcp_port=None) -> list[tuple[str, Any, float] | None]:
+    """(kind, value, seconds) of each rank, None for one that said nothing; waits for the survivors only."""
     with tempfile.TemporaryDirectory() as folder:
         processes = [context.Process(target=run_case, args=(rank, folder, tcp_port, function, args)) for rank in range(WORLD)]
         for process in processes:
@@ -206,8 +207,7 @@ def run(context, function, *args, limit_s=TIMEOUT_S + PATIENCE_S, tcp_port=None)
         deadline = time.monotonic() + limit_s
         try:
             while time.monotonic() < deadline:
-                alive = [rank for rank, p in enumerate(processes) if p.is_alive() and not Path(f"{folder}/{rank}").exists()]
-                if not alive or alive == [VICTIM]:
+                if not any(processes[rank].is_alive() and not Path(f"{folder}/{rank}").exists() for rank in survivors):
                     break
                 time.sleep(0.02)
         finally:
@@ -223,8 +223,8 @@ def tensors():
     return [x.detach() for x in make_qkv(1, 32 * WORLD, 2, 1, 16, torch.float32)]
 
 
-def assert_reported(outcomes, *patterns, survivors=(0, 2), at_once=False) -> None:
-    """Each survivor raised a RingError with all patterns in it, having waited no longer than the timeout."""
+def assert_reported(outcomes, *patterns, survivors=OTHERS, at_once=False) -> None:
+    """Each survivor raised a RingError with all patterns in it, having waited no longer than the timeout (run() waited for them)."""
     for rank in survivors:
         assert outcomes[rank] is not None, f"rank {rank} hangs"
         kind, message, seconds = outcomes[rank]
@@ -285,7 +285,7 @@ def test_death_of_the_rank_that_serves_the_store(context, tensors, action):
 
 
 def test_random_delays_change_nothing(context, tensors, rng):
-    outcomes = run(context, jitter, tensors, int(rng.integers(1 << 30)))
+    outcomes = run(context, jitter, tensors, int(rng.integers(1 << 30)), survivors=ALL)
     ring, layout = Ring(virtual=WORLD), Layout("zigzag", tensors[0].shape[1], WORLD)
     local = [layout.shard(x, ring).requires_grad_() for x in tensors[:3]]
     out = ring_attention(*local, ring=ring, layout=layout)
@@ -297,28 +297,28 @@ def test_random_delays_change_nothing(context, tensors, rng):
 
 
 def test_other_shapes_are_found_before_the_first_transfer(context, tensors):
-    outcomes = run(context, other_length, tensors, 0)
+    outcomes = run(context, other_length, tensors, 0, survivors=ALL)
     words = [rf"{what}.* on rank 1, but .* on ranks 0, 2" for what in (r"q: \[1, 16", r"layout: \('zigzag', 48")]
-    assert_reported(outcomes, "different inputs for pass 1", *words, survivors=(0, 1, 2), at_once=True)
+    assert_reported(outcomes, "different inputs for pass 1", *words, survivors=ALL, at_once=True)
 
 
 def test_other_shapes_in_a_later_call_end_within_the_timeout(context, tensors):
     """The others have compared their inputs before, and wait for a transfer that rank 1 does not make."""
     words = r"rank 1: comparing its inputs \(q \[1, 16, 2, 16\].* before pass 5"
-    assert_reported(run(context, other_length, tensors, 1), words, "Likely cause: rank 1 in another pass", survivors=(0, 1, 2))
+    assert_reported(run(context, other_length, tensors, 1, survivors=ALL), words, "Likely cause: rank 1 in another pass", survivors=ALL)
 
 
 @pytest.mark.parametrize(
     "case, words", [(other_documents, "masks and exchange: .* on rank 2, but .* on ranks 0, 1"), (other_scale, "scale: 0.5 on rank 1")]
 )
 def test_other_inputs_with_equal_transfers_are_found(context, tensors, case, words):
-    assert_reported(run(context, case, tensors), words, survivors=(0, 1, 2), at_once=True)
+    assert_reported(run(context, case, tensors, survivors=ALL), words, survivors=ALL, at_once=True)
 
 
 def test_groups_built_in_another_order_are_found(context, tensors):
     words = "process group: .* on rank 1, but .* on ranks 0, 2", "built in the same order"
-    assert_reported(run(context, other_order, tensors), *words, survivors=(0, 1, 2), at_once=True)
+    assert_reported(run(context, other_order, tensors, survivors=ALL), *words, survivors=ALL, at_once=True)
 
 
 def test_an_extra_pass_of_one_rank_ends_within_the_timeout(context, tensors):
-    assert_reported(run(context, extra_pass, tensors), "Likely cause: rank 1 in another pass", survivors=(0, 1, 2))
+    assert_reported(run(context, extra_pass, tensors, survivors=ALL), "Likely cause: rank 1 in another pass", survivors=ALL)
