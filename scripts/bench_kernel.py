@@ -3,12 +3,13 @@
     python scripts/bench_kernel.py                        # gluon and triton, the whole grid, beside fa2, cudnn, flex (and fa4 if installed)
     python scripts/bench_kernel.py triton --quick         # a short grid, under three minutes
     python scripts/bench_kernel.py --limit 250            # stop timing after 250 seconds; the cells that matter most come first
+    python scripts/bench_kernel.py --key --apart          # the long MHA cells only, each candidate timed by itself after a rest
     python scripts/bench_kernel.py --flex all             # FlexAttention in every cell (it compiles for each: half an hour)
     python scripts/bench_kernel.py triton --tune          # try configurations (the same as scripts/tune_kernel.py)
 
 Rates count 4 * D operations a visible pair and head forward (so causal counts half), 2.5 times that backward. All candidates of a
-cell take turns; the median counts. A candidate that cannot do a cell, or fails, is reported and the rest goes on. Writes kernels.json
-and kernels.png into --out and prints a table.
+cell take turns (with --apart they do not, and each starts on a rested GPU); the median counts. A candidate that cannot do a cell, or
+fails, is reported and the rest goes on. Writes kernels.json and kernels.png into --out and prints a table.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernel_cases import CarriedHop, Ours, Problem, candidate, grid, peer, reference, relative, time_together
+from kernel_cases import CarriedHop, Ours, Problem, candidate, grid, peer, reference, relative, time_apart, time_together
 
 from ringattn.kernels.gluon_kernel import GluonKernel
 from ringattn.kernels.select import load_kernel
@@ -97,7 +98,7 @@ def run_checks(names: list[str], quick: bool) -> list[dict[str, Any]]:
     return records
 
 
-def run_cell(names: list[str], p: Problem, carried: bool, quick: bool) -> dict[str, Any]:
+def run_cell(names: list[str], p: Problem, carried: bool, quick: bool, apart: bool = False) -> dict[str, Any]:
     """Times of all candidates on one problem."""
     q, k, v, dout = p.inputs()
     cell: dict[str, Any] = {"problem": p.label, "carried": carried, **{k: str(v) for k, v in asdict(p).items()}, "results": {}}
@@ -114,7 +115,8 @@ def run_cell(names: list[str], p: Problem, carried: bool, quick: bool) -> dict[s
     operations = 4 * p.dim * p.heads * p.pairs()
     rounds, round_ms = (5, 15.0) if quick else (9, 30.0)
     for phase, factor in (("forward", 1.0), ("backward", 2.5)):
-        times = time_together({n: getattr(c, phase) for n, c in alive.items()}, rounds, round_ms) if alive else {}
+        calls = {n: getattr(c, phase) for n, c in alive.items()}
+        times = time_apart(calls) if apart else time_together(calls, rounds, round_ms) if alive else {}
         for name, ms in times.items():
             cell["results"].setdefault(name, {})[phase] = {"ms": ms, "tflops": operations * factor / ms * 1e-9}
     return cell
@@ -184,6 +186,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer checks and cells")
     parser.add_argument("--flex", choices=("key", "all", "none"), default="key", help="cells with FlexAttention")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no new cell is started")
+    parser.add_argument("--key", action="store_true", help="only the cells that the project's figures are stated for")
+    parser.add_argument("--apart", action="store_true", help="time each candidate by itself, after a rest, instead of in turns")
     parser.add_argument("--no-checks", action="store_true")
     parser.add_argument("--no-times", action="store_true")
     parser.add_argument("--tune", action="store_true", help="try configurations of the Triton kernels instead")
@@ -199,19 +203,22 @@ def main() -> None:
     peers = ["fa2", "cudnn", *(["flex"] if args.flex != "none" else []), *(["fa4"] if _has_fa4() else [])]
     record: dict[str, Any] = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": getattr(__import__("triton"), "__version__", ""),
-        "checks": [] if args.no_checks else run_checks(ours, args.quick or math.isfinite(args.limit)), "cells": [], "left_out": [],
+        "apart": args.apart, "cells": [], "left_out": [],
+        "checks": [] if args.no_checks else run_checks(ours, args.quick or math.isfinite(args.limit)),
     }  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)
     report = args.out / "kernels.json"
     for p, carried, key in [] if args.no_times else list_cells(args.quick):
         spent = time.perf_counter() - started
+        if args.key and not (key or carried):
+            continue
         if spent > args.limit:
             record["left_out"].append(p.label + (" carried" if carried else ""))
             continue
         # FlexAttention compiles for 10 to 20 seconds a cell
         flex = args.flex == "all" or (args.flex == "key" and key and spent < 0.5 * args.limit)
         names = ours + [n for n in peers if not carried and (n != "flex" or flex)]
-        record["cells"].append(run_cell(names, p, carried, args.quick or math.isfinite(args.limit)))
+        record["cells"].append(run_cell(names, p, carried, args.quick or math.isfinite(args.limit), args.apart))
         report.write_text(json.dumps(record, indent=1))
         print(f"{time.perf_counter() - started:5.0f} s  {p.label}{' carried' if carried else ''}: "
               + ", ".join(f"{n} {rate(record['cells'][-1], n)}" for n in names), flush=True)  # fmt: skip

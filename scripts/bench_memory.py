@@ -3,6 +3,7 @@
     python scripts/bench_memory.py                                  # policies, throughput by length, loss head, presets: some minutes
     python scripts/bench_memory.py --parts policies,head            # some of: head, rows, policies, throughput, gpt, presets
     python scripts/bench_memory.py --million --layers 2             # one full step at 1,048,576 tokens of 1b's width, gradient sampled
+    python scripts/bench_memory.py --million --layers 2 --model 8b --activation offload
 
 Every step is the training loop's own (forward, backward, clipping, update) at micro-batch one on Python's standard library as text.
 Rates are the model's own FLOPs (visible pairs, backward 2.5 x forward for attention, nothing recomputed counted) over the time. Weights
@@ -157,12 +158,12 @@ def presets(names: list[str], limit_s: float = 60.0) -> list[dict[str, Any]]:
     return found
 
 
-def million(layers: int, seq_len: int = 1024 * K, rows: int = 1024, activation: str = "attention_saved") -> dict[str, Any]:
+def million(layers: int, model: str, activation: str, seq_len: int = 1024 * K, rows: int = 1024) -> dict[str, Any]:
     """One full step; the gradient of layer 0's attention, head 0, is compared with fp64 at sampled places: dq of the last ``rows`` rows
     and of 64 random ones, dk and dv of the last ``rows`` keys (which only those rows see)."""
     seen: dict[str, Tensor] = {}
     picked = torch.randint(seq_len, (64,))
-    with built("1b", seq_len, {"model.layers": layers, "activation": activation, "data.mask_documents": False}) as run:
+    with built(model, seq_len, {"model.layers": layers, "activation": activation, "data.mask_documents": False}) as run:
         attention = run.model.blocks[0].attention
         attend = attention.attend
 
@@ -183,7 +184,7 @@ def million(layers: int, seq_len: int = 1024 * K, rows: int = 1024, activation: 
         torch.cuda.synchronize()
         seconds = time.perf_counter() - started
         result = {
-            "seq_len": seq_len, "layers": layers, "activation": activation, "step_s": seconds, "loss": record["loss"],
+            "model": model, "seq_len": seq_len, "layers": layers, "activation": activation, "step_s": seconds, "loss": record["loss"],
             "grad_norm": record["grad_norm"], "tflops": flops(run) / seconds / 1e12, "peak_gib": torch.cuda.max_memory_allocated() / GIB,
         }  # fmt: skip
         attention.attend = attend
@@ -274,6 +275,8 @@ def main() -> None:
     parser.add_argument("--parts", default="head,rows,policies,throughput,gpt,presets")
     parser.add_argument("--million", action="store_true", help="one step at 1,048,576 tokens, instead of the parts unless --parts is given")
     parser.add_argument("--layers", type=int, default=2, help="layers of --million and of the throughput part")
+    parser.add_argument("--model", default="1b", choices=list(VOCAB), help="whose width --million takes")
+    parser.add_argument("--activation", default="attention_saved", help="activation policy of --million")
     parser.add_argument("--lengths", default="32768,131072,524288")
     parser.add_argument("--presets", default="125m,350m,1b,3b")
     parser.add_argument("--out", type=Path, default=Path("bench_memory.json"), help="JSON; the picture lies beside it")
@@ -284,7 +287,8 @@ def main() -> None:
     parts: dict[str, Callable[[], Any]] = {
         "head": lambda: [head_error(), head_time(8 * K, 2048, 128_256, [0, 1024, 2048, 4096]), head_peak(1024 * K, 2048, 128_256)],
         "rows": row_times, "policies": policies, "throughput": lambda: throughput(lengths, args.layers), "gpt": gpt,
-        "presets": lambda: presets(args.presets.split(",")), "million": lambda: attempt(lambda: million(args.layers)),
+        "presets": lambda: presets(args.presets.split(",")),
+        "million": lambda: attempt(lambda: million(args.layers, args.model, args.activation)),
     }  # fmt: skip
     chosen = [p for p in args.parts.split(",") if p and not (args.million and args.parts == parser.get_default("parts"))]
     unknown = [p for p in chosen if p not in parts]

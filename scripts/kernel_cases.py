@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -268,6 +269,19 @@ def time_together(calls: dict[str, Callable[[], Any]], rounds: int, round_ms: fl
         for name in order.sample(list(calls), len(calls)):
             samples[name].append(_milliseconds(calls[name], repeats[name]))
     return {name: statistics.median(x) for name, x in samples.items()}
+
+
+def time_apart(calls: dict[str, Callable[[], Any]], rest_s: float = 0.5) -> dict[str, float]:
+    """Median milliseconds of each call by itself, after a rest: triton's ``do_bench`` (25 ms of warm-up, 100 ms measured), as single
+    kernels are timed elsewhere. Higher rates than :func:`time_together`'s, where the GPU stays at its power limit."""
+    from triton.testing import do_bench
+
+    times = {}
+    for name, call in calls.items():
+        torch.cuda.synchronize()
+        time.sleep(rest_s)
+        times[name] = float(do_bench(call, warmup=25, rep=100, return_mode="median"))
+    return times
 
 
 def _milliseconds(call: Callable[[], Any], repeats: int) -> float:
