@@ -5,7 +5,7 @@ the peak, and its parts are what :func:`memory` returns. The moments:
 
     forward         the last block runs: the activations of all before it, and what one block needs
     loss            the end of the forward pass: every layer's activations, a chunk of logits, the head's gradient sum
-    head backward   the head's gradient is scaled and rounded in the memory of its sum, which it keeps until it is reduced
+    head backward   the head's gradient is scaled and rounded in the memory of its sum, which it keeps until the blocks are done
     last block      its backward begins: all activations, and what one block needs to run again and to go back
     first block     its backward ends: one block's activations, the gradients of all others
     reduction       gradients of embedding and head are reduced in fp32: nothing of the sequence is left
@@ -29,7 +29,7 @@ PARTS = ("weights", "gradients", "optimizer", "gathered", "activations", "transi
 
 # What libraries take through the allocator once and keep (cuBLAS, on Hopper: 32 MiB a handle and stream, two of them in training).
 WORKSPACE = 64 * 2**20
-IN_FLIGHT = 3  # activation=offload: blocks whose saved tensors are on the device at once, on their way out or back
+IN_FLIGHT = 2  # activation=offload: blocks whose saved tensors are on the device at once, on their way out or back
 
 
 class Memory(NamedTuple):
@@ -134,8 +134,6 @@ def phases(w: Work) -> dict[str, dict[str, int]]:
     saved = saved_bytes_per_token(m, w.policy, b)
     row = t * m.width * b
     again = 0 if w.policy in ("none", "offload") else t * (saved_bytes_per_token(m, "none", b) - saved)
-    # the selective policy keeps the last block's output too, which nothing else needs any more
-    kept = row if w.policy == "attention_saved" and m.ffn_chunk else 0
     bounds = 16 * t * w.hops * len(m.distinct_windows)
     here = min(m.layers, IN_FLIGHT) if w.policy == "offload" else m.layers  # layers whose saved tensors are on the device
     stays = {
@@ -155,7 +153,7 @@ def phases(w: Work) -> dict[str, dict[str, int]]:
     ffn_saved = t * (m.width + (0 if m.ffn_chunk else m.width + 4 * m.ffn_width)) * b
     ring = ring_bytes(w)
     attention, ffn = attention_bytes(w) - ffn_saved + ring, ffn_bytes(w)
-    transient = again + kept + max(attention, ffn + row)
+    transient = again + max(attention, ffn + row)
     ring = ring if attention >= ffn + row else 0
     return {
         "forward": stays | {
@@ -176,12 +174,12 @@ def phases(w: Work) -> dict[str, dict[str, int]]:
         "first block": stays | {
             "gathered": root_whole + block_whole,
             "gradients": earlier_root + table * wide + blocks * master * (m.layers - 1) // m.layers + block * b,
-            "activations": t * saved * (min(here, 2) if w.policy == "offload" else 1),
-            "transient": transient - kept - ring, "kv_buffers": ring,
+            "activations": t * saved * (here if w.policy == "offload" else 1),
+            "transient": transient - ring, "kv_buffers": ring,
         },
         "reduction": stays | {
             "gathered": root_whole,
-            "gradients": blocks * master + root * b + table * (wide - b) + earlier_root + reduced,
+            "gradients": blocks * master + root * b + earlier_root + reduced,
         },
     }
 

@@ -1,7 +1,7 @@
 """``activation=offload``: what autograd saves inside the blocks waits in pinned host memory between forward and backward.
 
 Forward: each saved tensor of a block is copied out on a side stream while later blocks compute. The GPU memory is let go two blocks later,
-once the compute stream has waited for the copies, so that at most three blocks' tensors exist at any time, whatever the host's lead.
+once the compute stream has waited for the copies, so that at most two blocks' tensors exist at any time, whatever the host's lead.
 Backward: when a block begins, the tensors of the block before it start to come back on the side stream. The last block's never leave.
 Storages are copied whole and once, however many views of them are saved; parameters, the rotary phases and tensors under
 :data:`SMALLEST` bytes stay. On a CPU the same happens without streams: copies change no bits, so gradients are those without it.
