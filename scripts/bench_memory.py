@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from memory_parts import head_error, head_peak, head_time, row_times
 from omegaconf import OmegaConf
-from predict_check import prepare, preset
+from predict_check import make_states, prepare, preset
 from torch import Tensor
 
 from ringattn import cost
@@ -158,9 +158,9 @@ def presets(names: list[str], limit_s: float = 60.0) -> list[dict[str, Any]]:
     return found
 
 
-def million(layers: int, model: str, activation: str, seq_len: int = 1024 * K, rows: int = 1024) -> dict[str, Any]:
-    """One full step; the gradient of layer 0's attention, head 0, is compared with fp64 at sampled places: dq of the last ``rows`` rows
-    and of 64 random ones, dk and dv of the last ``rows`` keys (which only those rows see)."""
+def million(layers: int, model: str, activation: str, seq_len: int, rows: int = 1024) -> dict[str, Any]:
+    """One full step; the gradients of layer 0's attention, KV head 0 with its query heads, are compared with fp64 at sampled places: dq of
+    the last ``rows`` rows and of 64 random ones, dk and dv of the last ``rows`` keys (which only those rows see)."""
     seen: dict[str, Tensor] = {}
     picked = torch.randint(seq_len, (64,))
     with built(model, seq_len, {"model.layers": layers, "activation": activation, "data.mask_documents": False}) as run:
@@ -170,12 +170,16 @@ def million(layers: int, model: str, activation: str, seq_len: int = 1024 * K, r
         def spy(q: Tensor, k: Tensor, v: Tensor, handle: int, sinks: Tensor | None) -> Tensor:
             out = attend(q, k, v, handle, sinks)
             if not seen:
+                group = q.shape[2] // k.shape[2]
                 for name, t in (("q", q), ("k", k), ("v", v), ("out", out)):
-                    seen[name] = t[0, :, 0].detach().clone()
-                    t.register_hook(lambda g, n=name: seen.__setitem__(f"d{n}", g[0, :, 0].detach().clone()))
+                    heads = group if name in ("q", "out") else 1
+                    seen[name] = t[0, :, :heads].detach().clone()
+                    t.register_hook(lambda g, n=name, h=heads: seen.__setitem__(f"d{n}", g[0, :, :h].detach().clone()))
             return out
 
         attention.attend = spy
+        make_states(run)
+        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
         started = time.perf_counter()
@@ -192,30 +196,32 @@ def million(layers: int, model: str, activation: str, seq_len: int = 1024 * K, r
 
 
 def sampled_errors(seen: dict[str, Tensor], picked: Tensor, rows: int) -> dict[str, float]:
-    """Relative L2 errors of the sampled gradients against fp64 arithmetic on the same q, k, v and output gradient [S, D]."""
-    s, dim = seen["q"].shape
+    """Relative L2 errors of the sampled gradients against fp64 arithmetic on the same q, output gradient [S, G, D] and k, v [S, 1, D]."""
+    s, group, dim = seen["q"].shape
     last = torch.arange(s - rows, s, device=picked.device)
-    k, v = seen["k"].double(), seen["v"].double()
-    scale, d_q, outs = 1 / math.sqrt(dim), [], []
-    d_k, d_v = (torch.zeros(rows, dim, dtype=torch.float64, device=picked.device) for _ in range(2))
-    for index in (*last.split(128), picked):
-        q, d_out = seen["q"][index].double(), seen["dout"][index].double()
-        scores = (q @ k.t()).mul_(scale)
-        scores.masked_fill_(torch.arange(s, device=index.device)[None] > index[:, None], -math.inf)
-        p = scores.softmax(1)
-        out = p @ v
-        d_scores = (d_out @ v.t()).sub_((d_out * out).sum(1, keepdim=True)).mul_(p).mul_(scale)
-        d_q.append(d_scores @ k)
-        outs.append(out)
-        if index is not picked:
-            d_k += d_scores[:, -rows:].t() @ q
-            d_v += p[:, -rows:].t() @ d_out
     where = torch.cat([last, picked])
+    k, v = seen["k"][:, 0].double(), seen["v"][:, 0].double()
+    scale = 1 / math.sqrt(dim)
+    found = {n: torch.empty(len(where), group, dim, dtype=torch.float64, device=picked.device) for n in ("out", "dq")}
+    d_k, d_v = (torch.zeros(rows, 1, dim, dtype=torch.float64, device=picked.device) for _ in range(2))
+    for head in range(group):
+        for at in torch.arange(len(where), device=picked.device).split(128):
+            index = where[at]
+            q, d_out = seen["q"][index, head].double(), seen["dout"][index, head].double()
+            scores = (q @ k.t()).mul_(scale)
+            scores.masked_fill_(torch.arange(s, device=index.device)[None] > index[:, None], -math.inf)
+            p = scores.softmax(1)
+            out = p @ v
+            d_scores = (d_out @ v.t()).sub_((d_out * out).sum(1, keepdim=True)).mul_(p).mul_(scale)
+            found["out"][at, head], found["dq"][at, head] = out, d_scores @ k
+            own = at < rows  # the random rows may see other keys, or be among the last ones a second time
+            d_k[:, 0] += d_scores[own, -rows:].t() @ q[own]
+            d_v[:, 0] += p[own, -rows:].t() @ d_out[own]
 
     def error(name: str, index: Tensor, want: Tensor) -> float:
         return float((seen[name][index].double() - want).norm() / want.norm())
 
-    return {"out": error("out", where, torch.cat(outs)), "dq": error("dq", where, torch.cat(d_q)), "dk": error("dk", last, d_k),
+    return {"out": error("out", where, found["out"]), "dq": error("dq", where, found["dq"]), "dk": error("dk", last, d_k),
             "dv": error("dv", last, d_v)}  # fmt: skip
 
 
@@ -276,6 +282,7 @@ def main() -> None:
     parser.add_argument("--million", action="store_true", help="one step at 1,048,576 tokens, instead of the parts unless --parts is given")
     parser.add_argument("--layers", type=int, default=2, help="layers of --million and of the throughput part")
     parser.add_argument("--model", default="1b", choices=list(VOCAB), help="whose width --million takes")
+    parser.add_argument("--seq-len", type=int, default=1024 * K, help="tokens of --million, for a trial with fewer")
     parser.add_argument("--activation", default="attention_saved", help="activation policy of --million")
     parser.add_argument("--lengths", default="32768,131072,524288")
     parser.add_argument("--presets", default="125m,350m,1b,3b")
@@ -288,7 +295,7 @@ def main() -> None:
         "head": lambda: [head_error(), head_time(8 * K, 2048, 128_256, [0, 1024, 2048, 4096]), head_peak(1024 * K, 2048, 128_256)],
         "rows": row_times, "policies": policies, "throughput": lambda: throughput(lengths, args.layers), "gpt": gpt,
         "presets": lambda: presets(args.presets.split(",")),
-        "million": lambda: attempt(lambda: million(args.layers, args.model, args.activation)),
+        "million": lambda: attempt(lambda: million(args.layers, args.model, args.activation, args.seq_len)),
     }  # fmt: skip
     chosen = [p for p in args.parts.split(",") if p and not (args.million and args.parts == parser.get_default("parts"))]
     unknown = [p for p in chosen if p not in parts]

@@ -75,16 +75,23 @@ def head_time(tokens: int, width: int, vocab: int, chunks: list[int]) -> dict[st
     for chunk in chunks:
         name = f"chunk {chunk or choose_chunk(vocab, weight.dtype)}"
         found[name] = milliseconds(step(lambda c=chunk: linear_cross_entropy(hidden, weight, labels, chunk=c)))
-    if importlib.util.find_spec("liger_kernel"):
-        from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
-
-        liger = LigerFusedLinearCrossEntropyLoss(ignore_index=-100, reduction="sum")
+    liger = liger_loss()
+    if liger is not None:
         found["liger"] = milliseconds(step(lambda: liger(weight, hidden, labels)))
     return found
 
 
+def liger_loss() -> Any:
+    """Liger's fused loss ``(weight, hidden, labels)``, None where it is not installed."""
+    if importlib.util.find_spec("liger_kernel") is None:
+        return None
+    from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+
+    return LigerFusedLinearCrossEntropyLoss(ignore_index=-100, reduction="sum")
+
+
 def head_error(tokens: int = 1500, width: int = 512, vocab: int = 20_011) -> dict[str, float]:
-    """Relative error against fp64 on bf16 inputs, of ours and of dense PyTorch; some chunks have no label at all."""
+    """Relative error against fp64 on bf16 inputs, of ours, dense PyTorch and Liger's; some chunks have no label at all."""
     hidden, weight, labels = head_inputs(tokens, width, vocab)
     labels[300:800] = -100
     h, w = (t.detach().double().requires_grad_() for t in (hidden, weight))
@@ -95,6 +102,9 @@ def head_error(tokens: int = 1500, width: int = 512, vocab: int = 20_011) -> dic
         "ours": linear_cross_entropy(hidden, weight, labels, chunk=128),
         "dense": F.cross_entropy((hidden @ weight.t()).float(), labels, ignore_index=-100, reduction="sum"),
     }
+    liger = liger_loss()
+    if liger is not None:
+        losses["liger"] = liger(weight, hidden, labels)
     for name, loss in losses.items():
         results = (loss, *torch.autograd.grad(loss, (hidden, weight)))
         for part, a, b in zip(("loss", "d_hidden", "d_weight"), results, wanted, strict=True):

@@ -135,7 +135,7 @@ def quick_values(model: Any, seed: int) -> None:
             local.fill_(value) if kind == "constant" else local.normal_(0, value)
 
 
-def measure(case: Case, device: torch.device, folder: str) -> dict[str, Any]:
+def measure(case: Case, device: torch.device, folder: str, always_warm: bool = False) -> dict[str, Any]:
     """Run one case. Bytes of each phase are what the allocator held at its end (``*_held``) and at most (``*_peak``)."""
     from ringattn.training.loop import train_step
     from ringattn.training.run import assemble
@@ -145,10 +145,7 @@ def measure(case: Case, device: torch.device, folder: str) -> dict[str, Any]:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     run = assemble(case.config(folder), device)
-    for parameter in run.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    run.optimizer.step()
-    run.optimizer.zero_grad()
+    make_states(run)
     torch.cuda.synchronize()
     phases: dict[str, int] = {"before": before, "static": torch.cuda.memory_allocated()}
 
@@ -171,7 +168,7 @@ def measure(case: Case, device: torch.device, folder: str) -> dict[str, Any]:
 
     run.batches.place = watched  # type: ignore[method-assign]
     with StopSignals() as signals:
-        warm = 0 if expected_s > 4 else 1 if expected_s > 1 else 2
+        warm = int(always_warm) if expected_s > 4 else 1 if expected_s > 1 else 2
         steps = 1 if expected_s > 1 else 3 if expected_s > 0.15 else 6
         for i in range(warm + steps):
             torch.cuda.synchronize()
@@ -194,6 +191,14 @@ def measure(case: Case, device: torch.device, folder: str) -> dict[str, Any]:
         "pairs": [sum(pairs[w::windows]) // len(seconds) for w in range(windows)], "kernel": run.kernel, "loss": record["loss"],
         "peak": max(v for k, v in phases.items() if k.endswith("_peak")), **phases,
     }
+
+
+def make_states(run: Any) -> None:
+    """Optimizer states, which are otherwise made at the end of the first step, by an update with zero gradients."""
+    for parameter in run.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
 
 
 def expected(run: Any) -> float:
@@ -244,7 +249,7 @@ def process_group_of_check() -> Iterator[torch.device]:
         yield device
 
 
-def measure_all(cases: list[Case], limit_s: float, path: Path) -> list[dict[str, Any]]:
+def measure_all(cases: list[Case], limit_s: float, path: Path, warm: bool = False) -> list[dict[str, Any]]:
     """Measure what the time allows; the file is written after each case."""
     from ringattn.ring import schedule
 
@@ -258,7 +263,7 @@ def measure_all(cases: list[Case], limit_s: float, path: Path) -> list[dict[str,
                 break
             begun = time.perf_counter()
             try:
-                results.append(measure(case, device, folder))
+                results.append(measure(case, device, folder, warm))
             except torch.OutOfMemoryError as error:
                 results.append({"name": case.name, "case": case.__dict__, "error": str(error).splitlines()[0]})
             schedule._HANDLES.clear()
@@ -349,6 +354,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="", help="only cases whose name contains this")
+    parser.add_argument("--warm", action="store_true", help="one step before each measured one, however long it is")
     parser.add_argument("--limit-s", type=float, default=600, help="start no further case after this time")
     parser.add_argument("--json", type=Path, default=Path("predict_check.json"))
     parser.add_argument("--from", dest="old", type=Path, help="compare this measurement instead of taking one")
@@ -358,7 +364,7 @@ def main() -> None:
     if args.old is not None:
         rows = json.loads(args.old.read_text())["cases"]
     else:
-        rows = measure_all([c for c in CASES if args.cases in c.name], args.limit_s, args.json)
+        rows = measure_all([c for c in CASES if args.cases in c.name], args.limit_s, args.json, args.warm)
     table = compare([r for r in rows if args.cases in r["name"]], cost.find_machine(args.machine))
     if table:
         draw(table, args.picture)

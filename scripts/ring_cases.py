@@ -266,6 +266,10 @@ def run_processes(function: Callable[..., None], processes: int, *args: Any) -> 
     if dist.is_torchelastic_launched():
         _join(function, args)
     elif processes > 1:
+        if torch.cuda.is_available() and processes > torch.cuda.device_count():
+            raise SystemExit(
+                f"--processes={processes}: this machine has {torch.cuda.device_count()} GPU(s), one a process; --virtual plays more shards"
+            )
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

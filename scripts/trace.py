@@ -169,7 +169,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--exchange", default="ring")
     parser.add_argument("--transport", default="p2p")
     add_arguments(parser, heads=8, kv_heads=2, head_dim=64, out="runs/trace")
-    parser.set_defaults(processes=2)
+    parser.set_defaults(processes=min(2, torch.cuda.device_count() or 2))
     return parser.parse_args()
 
 
