@@ -83,6 +83,7 @@ class OptimConfig:
     eps: float = 1e-8  # adamw
     momentum: float = 0.0  # sgd
     states: Literal["fp32", "bf16", "8bit"] = "fp32"  # adamw's moments; 8bit needs torchao
+    offload: bool = False  # adamw's fp32 or bf16 moments wait in pinned host memory; the update streams them through the GPU
     clip: float = 1.0  # largest global gradient norm, 0 = off
 
 
@@ -143,7 +144,7 @@ class Config:
     precision: Literal["auto", "fp64", "fp32", "bf16"] = "auto"  # auto: bf16 with fp32 master weights on CUDA, fp32 on CPU
     kernel: str = "auto"  # auto (the fastest that works here) | gluon | triton | torch | reference
     activation: Literal["none", "block", "attention_saved", "offload"] = "none"  # recompute nothing, blocks, all but attention; host
-    offload_gib: float | None = None  # activation=offload: host memory a rank may take; null: 80 % of what is free
+    offload_gib: float | None = None  # host memory that a rank's offloaded tensors may take; null: 80 % of what is free
     compile: bool = False  # torch.compile each block; attention stays an opaque node
     deterministic: bool = False  # refuse operations without a fixed order of sums
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -262,6 +263,8 @@ def _check_values(c: Config, problems: Problems) -> None:
     check(c.optim.momentum < 1, "optim.momentum", "must be below 1")
     check(c.optim.states == "fp32" or c.optim.name == "adamw", "optim.states", "is for optim.name=adamw only")
     check(c.optim.states == "fp32" or c.precision != "fp64", "optim.states", "needs fp32 parameters: not with precision=fp64")
+    check(not c.optim.offload or (c.optim.name == "adamw" and c.optim.states != "8bit"), "optim.offload",
+          "is for optim.name=adamw with optim.states=fp32 or bf16 only")
     check(c.schedule.min_ratio <= 1, "schedule.min_ratio", "must be from 0 to 1")
     check(c.offload_gib is None or 0 < c.offload_gib < math.inf, "offload_gib", "must be a number above 0, or null")
     check(c.train.seq_len <= LONGEST, "train.seq_len", f"must be at most {LONGEST} (the kernels count rows in 32 bits)")

@@ -19,7 +19,8 @@ from ringattn.config import Config, ConfigError, from_dict
 from ringattn.cost import GIB, Machine, Memory, StepTime, Work
 
 Wish = Literal["fastest", "longest"]
-# From the fastest to the smallest. Offloading is planned where asked for only: a profile does not say what the host has left.
+# From the fastest to the smallest. Activations are offloaded where asked for only, states where nothing else fits: a profile does not
+# say what the host has left.
 POLICIES = ("none", "attention_saved", "block")
 GRANULE = 1024  # lengths are multiples of this times twice the ring
 
@@ -142,7 +143,7 @@ def attempt(request: Request, seq_len: int) -> Plan | None:
     """The fastest plan at a length (rounded up to one that the layout can cut), None where nothing fits."""
     unit = 2 * request.gpus * 64
     longer = -(-seq_len // unit) * unit
-    found = [p for p in candidates(request.at_length(longer)) if p.fits]
+    found = fitting_plans(request.at_length(longer))
     if not found:
         return None
     best = max(found, key=lambda p: p.tokens_per_s)
@@ -151,12 +152,27 @@ def attempt(request: Request, seq_len: int) -> Plan | None:
 
 def choose(request: Request) -> Plan:
     """The fastest a token of those that fit. Raises NothingFits with the nearest that does."""
-    found = list(candidates(request))
-    fitting = [p for p in found if p.fits]
+    fitting = fitting_plans(request)
     if fitting:
         return max(fitting, key=lambda p: p.tokens_per_s)
-    nearest = min(found, key=lambda p: p.memory.peak)
+    nearest = min(with_host_states(request) or candidates(request), key=lambda p: p.memory.peak)
     raise NothingFits(shortage(nearest), nearest, nearest_fitting(nearest, request))
+
+
+def fitting_plans(request: Request) -> list[Plan]:
+    """The plans that fit, with optimizer states on the host only where none does without."""
+    return [p for p in candidates(request) if p.fits] or [p for p in with_host_states(request) if p.fits]
+
+
+def with_host_states(request: Request) -> list[Plan]:
+    """Every plan with the optimizer's states on the host, none where that is refused or the caller has said whether to."""
+    change = {"optim.offload": True}
+    if "optim.offload" in request.fixed:
+        return []
+    try:
+        return [replace(p, overrides=p.overrides | change) for p in candidates(replace(request, raw=merged(request.raw, change)))]
+    except ConfigError:
+        return []
 
 
 def shortage(p: Plan) -> str:
@@ -175,7 +191,7 @@ def nearest_fitting(p: Plan, request: Request) -> Plan | None:
     more = request.gpus
     while more < 64 * request.gpus:
         more *= 2
-        found = [q for q in candidates(replace(request, gpus=more)) if q.fits]
+        found = fitting_plans(replace(request, gpus=more))
         if found:
             return min(found, key=lambda q: q.time.total_s)
     length = p.work.seq_len

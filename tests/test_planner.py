@@ -148,7 +148,7 @@ def test_the_page_proposes_what_fits() -> None:
     typed = {k: int(v) if v.isdigit() else v for k, v in changes.items()}
     changed = from_dict(merged(to_dict(config), typed))
     assert cost.memory(cost.work_of(changed, changed.model, 1, compute_bytes=2)).peak <= whole * 0.9 * 2**30
-    smallest = long_run(**{"activation": "block", "model.ffn_chunk": 2048, "model.loss_chunk": 0})
+    smallest = long_run(**{"activation": "block", "model.ffn_chunk": 2048, "model.loss_chunk": 0, "optim.offload": True})
     least = cost.memory(cost.work_of(smallest, smallest.model, 1, compute_bytes=2)).peak / 2**30
     assert "train.seq_len=" in page(smallest, 0.99 * least, MemoryError())
     waiting = dataclasses.replace(smallest, activation="offload")

@@ -9,6 +9,7 @@ the peak, and its parts are what :func:`memory` returns. The moments:
     last block      its backward begins: all activations, and what one block needs to run again and to go back
     first block     its backward ends: one block's activations, the gradients of all others
     reduction       gradients of embedding and head are reduced in fp32: nothing of the sequence is left
+    update          optim.offload only: buckets of the states that wait on the host pass by
 
 Symbols: T tokens on this rank in a micro-batch, E width, H heads, Hkv KV heads, D head dim, F FFN width, V vocabulary.
 """
@@ -30,6 +31,8 @@ PARTS = ("weights", "gradients", "optimizer", "gathered", "activations", "transi
 # What libraries take through the allocator once and keep (cuBLAS, on Hopper: 32 MiB a handle and stream, two of them in training).
 WORKSPACE = 64 * 2**20
 IN_FLIGHT = 2  # activation=offload: blocks whose saved tensors are on the device at once, on their way out or back
+# optim.offload: the update takes so many numbers of a moment at once, and holds so many of these buckets (in, updated, out).
+STATE_BUCKET, STATE_SLOTS = 2**25, 3
 
 
 class Memory(NamedTuple):
@@ -137,7 +140,7 @@ def phases(w: Work) -> dict[str, dict[str, int]]:
     bounds = 16 * t * w.hops * len(m.distinct_windows)
     here = min(m.layers, IN_FLIGHT) if w.policy == "offload" else m.layers  # layers whose saved tensors are on the device
     stays = {
-        "weights": sharded * master, "optimizer": sharded * w.state_bytes, "workspace": WORKSPACE,
+        "weights": sharded * master, "optimizer": 0 if w.states_on_host else sharded * w.state_bytes, "workspace": WORKSPACE,
         "batch": t * (3 * 8 + m.head_dim * wide) + bounds,
     }
     root_whole = root * b if cast else 0
@@ -155,7 +158,9 @@ def phases(w: Work) -> dict[str, dict[str, int]]:
     attention, ffn = attention_bytes(w) - ffn_saved + ring, ffn_bytes(w)
     transient = again + max(attention, ffn + row)
     ring = ring if attention >= ffn + row else 0
-    return {
+    buckets = min(sharded, STATE_SLOTS * STATE_BUCKET) * w.state_bytes
+    update = {"update": stays | {"gathered": root_whole, "gradients": sharded * master, "optimizer": buckets}}
+    return (update if w.states_on_host else {}) | {
         "forward": stays | {
             "gathered": root_whole + block_whole, "gradients": earlier, "activations": t * (here - 1) * saved + row,
             "transient": forward_bytes(w),
@@ -185,10 +190,12 @@ def phases(w: Work) -> dict[str, dict[str, int]]:
 
 
 def host_bytes(w: Work) -> int:
-    """Pinned host memory that activation=offload takes on a rank: all layers' saved tensors but the last one's."""
+    """Pinned host memory that a rank's offloaded tensors take: with activation=offload all layers' saved tensors but the last one's, with
+    optim.offload the states."""
+    states = -(-sum(parameters(w.model).values()) // w.shard_ranks) * w.state_bytes if w.states_on_host else 0
     if w.policy != "offload":
-        return 0
-    return w.tokens * (w.model.layers - 1) * saved_bytes_per_token(w.model, "none", w.compute_bytes)
+        return states
+    return states + w.tokens * (w.model.layers - 1) * saved_bytes_per_token(w.model, "none", w.compute_bytes)
 
 
 def memory(w: Work, among: Collection[str] = ()) -> Memory:

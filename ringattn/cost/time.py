@@ -179,6 +179,9 @@ def step_time(w: Work, m: Machine) -> StepTime:
     whole = sum(parameters(c).values())
     gathers = 2 if w.reshard else 1
     block_s = forward + moved_forward + attended / c.layers
+    update = parameters_here * (UPDATE_BYTES if w.state_bytes >= 8 else 3 * UPDATE_BYTES if w.state_bytes else 24) / moved
+    if w.states_on_host:  # in and out at once, beside the update
+        update = max(update, parameters_here * w.state_bytes / (m.host_gbs * GB))
     device = {
         "matrix products": repeats * c.layers * (forward + backward),
         "attention": repeats * (attended + attended_back),
@@ -186,7 +189,7 @@ def step_time(w: Work, m: Machine) -> StepTime:
         "elementwise": repeats * c.layers * (moved_forward + moved_backward),
         "head and loss": repeats * head,
         "gather and reduce": repeats * whole * (gathers * GATHER_BYTES + REDUCE_BYTES) / moved,
-        "update": parameters_here * (UPDATE_BYTES if w.state_bytes >= 8 else 3 * UPDATE_BYTES if w.state_bytes else 24) / moved,
+        "update": update,
         "exposed communication": repeats * exposed(w, m, there, back, block_s)
         + (2 * parameters_here * w.wide_bytes / (m.network_gbs * GB) if w.replicate > 1 else 0.0),
     }

@@ -104,7 +104,7 @@ def explain_out_of_memory(config: Config, world_size: int, device: torch.device,
 # What may be changed without changing what is computed, the least disturbing first.
 SMALLER: dict[str, tuple[Any, ...]] = {
     "model.loss_chunk": (1024, 0), "model.ffn_chunk": (8192, 2048), "activation": POLICIES, "train.micro_rows": (1,),
-    "parallel.grad_sync": ("each",),
+    "parallel.grad_sync": ("each",), "optim.offload": (True,),
 }
 
 

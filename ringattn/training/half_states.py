@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-def round_with_dither(x: Tensor, step: int) -> Tensor:
-    """fp32 ``x`` to bf16, up or down with a chance that depends on how near each is."""
+def round_with_dither(x: Tensor, step: int, start: int = 0) -> Tensor:
+    """fp32 ``x`` to bf16, up or down with a chance that depends on how near each is. ``start``: place of its first number in the tensor
+    that it is a slice of."""
     bits = x.contiguous().view(torch.int32)
-    place = torch.arange(bits.numel(), dtype=torch.int32, device=x.device).view(bits.shape)
+    place = torch.arange(start, start + bits.numel(), dtype=torch.int32, device=x.device).view(bits.shape)
     noise = place.mul_(-1640531527).add_(step * 40503 & 0x7FFFFFFF).bitwise_xor_(bits)  # integer products wrap around
     noise = noise.bitwise_xor_(noise >> 15).mul_(-2048144789)
     noise = noise.bitwise_xor_(noise >> 13).mul_(-1028477387)
@@ -35,6 +36,21 @@ def _narrow(optimizer: torch.optim.Optimizer) -> None:
         state |= {name: state[name].to(torch.bfloat16) for name in ("exp_avg", "exp_avg_sq") if name in state}
 
 
+def update_half(
+    value: Tensor, gradient: Tensor, first: Tensor, second: Tensor, step: int, group: dict[str, Any], start: int = 0
+) -> None:
+    """Update a parameter's ``value`` and its bf16 moments in place: AdamW's update number ``step`` (from 1) with the settings of
+    ``group``. Where they are a slice of the parameter, flattened, ``start`` is the place of its first number."""
+    beta1, beta2 = group["betas"]
+    m = first.float().lerp_(gradient.float(), 1 - beta1)
+    v = second.float().mul_(beta2).addcmul_(gradient.float(), gradient.float(), value=1 - beta2)
+    first.copy_(round_with_dither(m, 2 * step, start))
+    second.copy_(round_with_dither(v, 2 * step + 1, start))
+    value.mul_(1 - group["lr"] * group["weight_decay"])
+    scale = v.sqrt_().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
+    value.addcdiv_(m, scale, value=-group["lr"] / (1 - beta1**step))
+
+
 class HalfStateAdamW(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101) with bf16 ``exp_avg`` and ``exp_avg_sq``; parameters may be sharded (DTensor)."""
 
@@ -47,7 +63,6 @@ class HalfStateAdamW(torch.optim.Optimizer):
         """One update. ``closure`` is called first, as by every optimizer of PyTorch's."""
         loss = None if closure is None else closure()
         for group in self.param_groups:
-            beta1, beta2 = group["betas"]
             for p in group["params"]:
                 if p.grad is None:
                     continue
@@ -61,11 +76,5 @@ class HalfStateAdamW(torch.optim.Optimizer):
                 value, gradient, first, second = (
                     t.to_local() if isinstance(t, DTensor) else t for t in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])
                 )
-                m = first.float().lerp_(gradient.float(), 1 - beta1)
-                v = second.float().mul_(beta2).addcmul_(gradient.float(), gradient.float(), value=1 - beta2)
-                first.copy_(round_with_dither(m, 2 * step))
-                second.copy_(round_with_dither(v, 2 * step + 1))
-                value.mul_(1 - group["lr"] * group["weight_decay"])
-                scale = v.sqrt_().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
-                value.addcdiv_(m, scale, value=-group["lr"] / (1 - beta1**step))
+                update_half(value, gradient, first, second, step, group)
         return loss

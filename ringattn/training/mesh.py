@@ -10,6 +10,7 @@ its shards is split over, read the same rows).
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,7 @@ class Mesh:
 
     ``parameters``: the mesh for FSDP, [shard x ring x ulysses] or [replicate, ...]. ``sharded``: the process group that holds one whole
     copy of the parameters. ``ring``: the ring of this rank. ``data_rank`` of ``data_size``: which ring this is, of how many.
+    ``host_ranks``: ranks on this host, which share its memory.
     """
 
     device: torch.device
@@ -37,6 +39,7 @@ class Mesh:
     ring: Ring
     data_rank: int
     data_size: int
+    host_ranks: int
 
     @property
     def is_main(self) -> bool:
@@ -70,10 +73,13 @@ def build_mesh(config: Config, device: torch.device) -> Mesh:
         use_transport(ring, p.transport, device)
     except ValueError as error:
         raise ConfigError([f"parallel.{error}"]) from None
+    hosts = [""] * world_size
+    dist.all_gather_object(hosts, socket.gethostname())
     return Mesh(
         device=device, rank=dist.get_rank(), world_size=world_size,
         parameters=parameters if p.replicate > 1 else parameters["sharded"],
         sharded=parameters["sharded"].get_group(),
         ring=ring,
         data_rank=rings.get_local_rank("data"), data_size=p.replicate * p.shard,
+        host_ranks=hosts.count(socket.gethostname()),
     )

@@ -11,6 +11,7 @@ A graph can be walked once: a second backward pass through it raises RuntimeErro
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
@@ -58,12 +59,12 @@ class _Group:
 
 
 class Offload:
-    """One for a model. ``budget`` bytes of host memory; None: 80 % of what the machine has free at the first copy.
+    """One for a model. ``budget`` bytes of host memory.
 
     Raises RuntimeError, naming the key, when a forward pass would exceed the budget.
     """
 
-    def __init__(self, layers: int, device: torch.device, budget: int | None = None, smallest: int | None = None) -> None:
+    def __init__(self, layers: int, device: torch.device, budget: int, smallest: int | None = None) -> None:
         self.layers, self.budget, self.smallest = layers, budget, SMALLEST if smallest is None else smallest
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.free: dict[int, list[Tensor]] = {}  # host buffers by size, kept over steps: pinning is slow
@@ -131,8 +132,6 @@ class Offload:
     def _host_buffer(self, size: int, *, pinned: bool) -> Tensor:
         if self.free.get(size):
             return self.free[size].pop()
-        if self.budget is None:
-            self.budget = int(0.8 * available_host_memory())
         needed = 1 << (size - 1).bit_length() if pinned else size  # PyTorch rounds pinned memory up to powers of two
         if self.host_bytes + needed > self.budget:
             raise RuntimeError(
@@ -174,21 +173,30 @@ class Offload:
         return view
 
 
-def check_budget(config: Config, model: ModelConfig, row_ranks: int, compute_bytes: int) -> None:
-    """Raises ConfigError, before anything is built, where ``offload_gib`` (or the free host memory) cannot hold what a step saves."""
-    if config.activation != "offload":
+def host_budget(config: Config, host_ranks: int) -> int:
+    """Bytes of host memory that the offloaded tensors of one of ``host_ranks`` ranks may take."""
+    return int(0.8 * available_host_memory() / host_ranks if config.offload_gib is None else config.offload_gib * GIB)
+
+
+def check_budget(config: Config, model: ModelConfig, world_size: int, host_ranks: int, compute_bytes: int) -> None:
+    """Raises ConfigError, before anything is built, where ``offload_gib`` (or the free host memory) cannot hold what is offloaded."""
+    work = cost.work_of(config, model, world_size, compute_bytes=compute_bytes)
+    needed, limit = cost.host_bytes(work), host_budget(config, host_ranks)
+    if needed <= limit:
         return
-    tokens = config.train.micro_rows * config.train.seq_len // row_ranks
-    # The last block's tensors stay.
-    per_token = cost.saved_bytes_per_token(model, "none", compute_bytes)
-    needed = tokens * (model.layers - 1) * per_token
-    limit = 0.8 * available_host_memory() if config.offload_gib is None else config.offload_gib * GIB
-    if needed > limit:
-        smaller = tokens * model.layers * cost.saved_bytes_per_token(model, "attention_saved", compute_bytes)
-        raise ConfigError([
-            f"offload_gib={config.offload_gib}: a rank's saved activations take about {needed / GIB:.3g} GiB of host memory, allowed are "
-            f"{limit / GIB:.3g}; raise it, or use activation=attention_saved (about {smaller / GIB:.3g} GiB on the device) or block"
-        ])  # fmt: skip
+    states = cost.host_bytes(dataclasses.replace(work, policy="none"))
+    parts, ways = [], ["raise it"]
+    if needed > states:
+        smaller = work.tokens * model.layers * cost.saved_bytes_per_token(model, "attention_saved", compute_bytes)
+        parts.append(f"saved activations take about {(needed - states) / GIB:.3g} GiB")
+        ways.append(f"use activation=attention_saved (about {smaller / GIB:.3g} GiB on the device) or block")
+    if states:
+        parts.append(f"optimizer states take {states / GIB:.3g} GiB")
+        ways.append("set optim.offload=false, or shard over more ranks")
+    raise ConfigError([
+        f"offload_gib={config.offload_gib}: a rank's {' and '.join(parts)} of host memory, allowed are {limit / GIB:.3g}; "
+        + ", or ".join(ways)
+    ])
 
 
 def _wait(entry: _Entry) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ringattn.config import Config, ConfigError, OptimConfig
 from ringattn.training.half_states import HalfStateAdamW
+from ringattn.training.host_states import HostStateAdamW
 
 
 def learning_rate(config: Config, step: int) -> float:
@@ -51,16 +52,16 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimi
     ]
     groups = [g for g in groups if g["params"]]
     fused = all(p.is_cuda for p in parameters)
+    betas = (config.beta1, config.beta2)
+    if config.offload:
+        return HostStateAdamW(groups, lr=config.lr, betas=betas, eps=config.eps, narrow=config.states == "bf16")
     match config.name, config.states:
         case "adamw", "bf16":
-            betas = (config.beta1, config.beta2)
             return HalfStateAdamW(groups, lr=config.lr, betas=betas, eps=config.eps)
         case "adamw", "8bit":
             return eight_bit_adamw(config, groups)
         case "adamw", _:
-            return torch.optim.AdamW(
-                groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused, foreach=not fused
-            )
+            return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused, foreach=not fused)
         case _:
             return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused, foreach=not fused)
 

@@ -15,6 +15,7 @@ combination loads into any other.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -24,15 +25,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ringattn import cost
 from ringattn.config import Config, ConfigError
-from ringattn.cost import GIB
 from ringattn.kernels.select import select_kernel
 from ringattn.model.config import ModelConfig
 from ringattn.model.transformer import FREE_TO_SAVE, Attend, Block, Transformer
 from ringattn.ring.attention import attend
 from ringattn.ring.ring import Ring
 from ringattn.training.mesh import Mesh
-from ringattn.training.offload import Offload
+from ringattn.training.offload import Offload, host_budget
 
 
 def precision(config: Config, device: torch.device) -> tuple[torch.dtype, torch.dtype]:
@@ -53,8 +54,11 @@ def build_model(config: Config, model_config: ModelConfig, mesh: Mesh, kernel: s
     master, compute = precision(config, mesh.device)
     with torch.device("meta"):
         model = Transformer(model_config, attend=ring_attend(model_config, kernel, config.deterministic, mesh.ring)).to(master)
-    budget = None if config.offload_gib is None else int(config.offload_gib * GIB)
-    offload = Offload(model_config.layers, mesh.device, budget) if config.activation == "offload" else None
+    offload = None
+    if config.activation == "offload":
+        work = cost.work_of(config, model_config, mesh.world_size, compute_bytes=compute.itemsize)
+        states = cost.host_bytes(dataclasses.replace(work, policy="none"))
+        offload = Offload(model_config.layers, mesh.device, host_budget(config, mesh.host_ranks) - states)
     for i, block in enumerate(model.blocks):
         assert isinstance(block, Block)
         forward = recompute(block.forward, config.activation)

@@ -103,7 +103,7 @@ def assemble(config: Config, device: torch.device) -> Run:
     dataset = attempt(problems, lambda: build_dataset(config.data, seq_len=config.train.seq_len, seed=config.seed))
     model_config = (attempt(problems, lambda: fill_vocabulary(config.model, dataset)) if dataset is not None else None) or config.model
     kernel = attempt(problems, lambda: agree_on_kernel(config, model_config, mesh))
-    attempt(problems, lambda: check_budget(config, model_config, mesh.row_ranks, precision(config, device)[1].itemsize))
+    attempt(problems, lambda: check_budget(config, model_config, mesh.world_size, mesh.host_ranks, precision(config, device)[1].itemsize))
     refuse_together(problems)
     assert dataset is not None and kernel is not None
     placement = Placement(config, model_config, mesh.ring, config.padded_len(mesh.world_size))

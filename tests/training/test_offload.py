@@ -80,7 +80,7 @@ def test_budget_and_second_backward() -> None:
     tokens = torch.randint(50, (2, 33))
     with pytest.raises(RuntimeError, match=r"offload_gib=.*activation=attention_saved"):
         step(build(Offload(TINY.layers, torch.device("cpu"), budget=20_000, smallest=1)), tokens)
-    model = build(Offload(TINY.layers, torch.device("cpu"), smallest=1))
+    model = build(Offload(TINY.layers, torch.device("cpu"), budget=1 << 30, smallest=1))
     for parameter in model.head.parameters():
         parameter.requires_grad_(False)
     x = model.blocks[0](torch.randn(1, 9, 24, requires_grad=True), torch.ones(1, 9, 4), torch.zeros(1, 9, 4), 0).sum()
