@@ -27,7 +27,8 @@ class Work:
     """One training step. ``ring`` real ranks x ``ulysses`` x ``shard`` x ``replicate`` GPUs, ``virtual`` shards a rank.
 
     ``documents``: mean visible length in tokens where attention stays within documents, 0 = whole rows. ``state_bytes``: optimizer
-    states, bytes a parameter; ``states_on_host``: they wait there. ``model`` has its vocabulary filled in.
+    states, bytes a parameter; ``states``: their kind (fp32, bf16, 8bit); ``states_on_host``: they wait there. ``model`` has its
+    vocabulary filled in.
     """
 
     model: ModelConfig
@@ -46,6 +47,7 @@ class Work:
     documents: int = 0
     compute_bytes: int = 2
     state_bytes: int = 8
+    states: str = "fp32"
     states_on_host: bool = False
     grad_sync: str = "last"
     reshard: bool = True
@@ -122,6 +124,6 @@ def work_of(config: Any, model: ModelConfig, world_size: int, *, compute_bytes: 
     return Work(
         model=model, seq_len=t.seq_len, rows=t.rows, micro_rows=t.micro_rows, ring=ring, virtual=p.virtual, ulysses=p.ulysses,
         shard=p.shard, replicate=p.replicate, layout=p.layout, exchange=p.exchange, wire=p.wire, policy=config.activation,
-        documents=documents, compute_bytes=compute_bytes, state_bytes=tensors * each, states_on_host=config.optim.offload,
-        grad_sync=p.grad_sync, reshard=p.reshard_after_forward,
+        documents=documents, compute_bytes=compute_bytes, state_bytes=tensors * each, states=config.optim.states,
+        states_on_host=config.optim.offload, grad_sync=p.grad_sync, reshard=p.reshard_after_forward,
     )

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+SLICE = 2**25  # numbers of a parameter that are updated at once
+
 
 def round_with_dither(x: Tensor, step: int, start: int = 0) -> Tensor:
     """fp32 ``x`` to bf16, up or down with a chance that depends on how near each is. ``start``: place of its first number in the tensor
@@ -52,7 +54,7 @@ def update_half(
 
 
 class HalfStateAdamW(torch.optim.Optimizer):
-    """AdamW (arXiv 1711.05101) with bf16 ``exp_avg`` and ``exp_avg_sq``; parameters may be sharded (DTensor)."""
+    """AdamW (arXiv 1711.05101) with bf16 ``exp_avg`` and ``exp_avg_sq``; parameters are contiguous and may be sharded (DTensor)."""
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -76,5 +78,8 @@ class HalfStateAdamW(torch.optim.Optimizer):
                 value, gradient, first, second = (
                     t.to_local() if isinstance(t, DTensor) else t for t in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])
                 )
-                update_half(value, gradient, first, second, step, group)
+                # in slices, which bounds the fp32 temporaries; the same bits whatever their size
+                slices = zip(*(t.view(-1).split(SLICE) for t in (value, gradient, first, second)), strict=True)
+                for i, (x, g, m, v) in enumerate(slices):
+                    update_half(x, g, m, v, step, group, i * SLICE)
         return loss
