@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.optim.adamw import adamw
 
+from ringattn.config import ConfigError
+from ringattn.cost import GIB
 from ringattn.cost import STATE_BUCKET as BUCKET
 from ringattn.cost import STATE_SLOTS as SLOTS
 from ringattn.training.half_states import update_half
@@ -153,10 +155,12 @@ class HostStateAdamW(torch.optim.Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         with torch.no_grad():
             for name, p in zip(names, parameters, strict=True):
-                for key, value in state_dict["state"][name].items():
-                    mine, other = local(self.state[p][key]), local(value)
-                    if mine.data_ptr() != other.data_ptr():
-                        mine.copy_(other)
+                saved = state_dict["state"].get(name, {})  # none for a parameter that never had a gradient
+                for key, mine in ((k, local(x)) for k, x in self.state[p].items()):
+                    if key not in saved:
+                        mine.zero_()
+                    elif mine.data_ptr() != local(saved[key]).data_ptr():
+                        mine.copy_(local(saved[key]))
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group |= {key: value for key, value in saved.items() if key != "params"}
 
@@ -189,11 +193,17 @@ def like(p: Tensor, flat: Tensor) -> Tensor:
 def pinned(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros on the host [size], page-locked for copies to ``device`` if that is a GPU.
 
-    Registered with CUDA, and not from PyTorch's pinned allocator, which rounds up to the next power of two.
+    Registered with CUDA, and not from PyTorch's pinned allocator, which rounds up to the next power of two. Raises ConfigError where that
+    fails.
     """
     buffer = torch.zeros(size, dtype=dtype)
     if device.type == "cuda" and size:
         runtime, address = torch.cuda.cudart(), buffer.data_ptr()
-        torch.cuda.check_error(int(runtime.cudaHostRegister(address, buffer.nbytes, 0)))
+        code = int(runtime.cudaHostRegister(address, buffer.nbytes, 0))
+        if code:
+            raise ConfigError([
+                f"optim.offload=true: CUDA cannot lock {buffer.nbytes / GIB:.3g} GiB of host memory (error {code}); raise the limit of "
+                "locked memory (ulimit -l), or set optim.offload=false"
+            ])  # fmt: skip
         weakref.finalize(buffer, runtime.cudaHostUnregister, address).atexit = False
     return buffer

@@ -78,6 +78,14 @@ def test_state_moves_between_the_two() -> None:
         assert torch.equal(x, y) and torch.equal(x, z)
 
 
+def test_a_parameter_without_a_state_starts_anew() -> None:
+    first, second = network(), network()
+    a, b = torch.optim.AdamW(groups(first), **SETTINGS), HostStateAdamW(groups(second), **SETTINGS)
+    take_steps([second], [b], 2)
+    b.load_state_dict(a.state_dict())  # of an optimizer that has not taken a step
+    assert all(not x.any() for x in b.host) and all(not b.state[p]["step"] for p in second.parameters())
+
+
 @pytest.mark.ring
 @pytest.mark.parametrize("states", ["fp32", "bf16"])
 def test_training_and_resume_have_the_same_bits(ranks: Ranks, raw: Callable[..., Any], states: str) -> None:
