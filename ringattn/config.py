@@ -23,6 +23,7 @@ from ringattn.data.config import DataConfig
 from ringattn.kernels.select import KERNELS
 from ringattn.model.config import ModelConfig
 from ringattn.ring.layout import ALL_LAYOUTS, padded_length
+from ringattn.ring.ring import inner_problem
 from ringattn.ring.schedule import EXCHANGES, WIRES
 from ringattn.ring.ulysses import check_heads
 from ringattn.typed import ConfigError, Problems, build, suggest
@@ -59,6 +60,7 @@ class ParallelConfig:
 
     ring: int | None = None  # real ranks in a ring; null = the ranks that the other axes leave
     virtual: int = 1  # virtual shards on each rank of the ring
+    inner: int | None = None  # shards of the ring that share a node: a ring of two levels; null: one level
     layout: str = "zigzag"  # contiguous | zigzag (equal causal work) | striped | chunk-striped; planned a batch: balanced | auto (the best)
     exchange: str = "ring"  # ring | allgather (gather all KV at once: fewer, larger transfers, more memory)
     wire: str = "exact"  # dtype of travelling dK / dV: exact (that of the sums) | bf16 (half the bytes; error 3e-3 in a ring of 8)
@@ -308,6 +310,14 @@ def _check_mesh(c: Config, world_size: int, problems: Problems) -> None:
                 f"but {world_size} process{'es were' if world_size > 1 else ' was'} started "
                 f"(torchrun --nproc-per-node {p.ring * others} starts as many)"
             )
+    if p.inner is not None and problems.fine("parallel.inner", "parallel.ring", "parallel.virtual", "parallel.shard", "parallel.replicate"):
+        problem = inner_problem(p.inner, c.ring_processes(world_size), p.virtual)
+        if problem:
+            problems.add(f"parallel.inner={p.inner}: {problem}", "parallel.inner")
+        elif p.exchange == "allgather":
+            problems.add("parallel.inner: is for parallel.exchange=ring; the all-gather has no turns", "parallel.inner")
+        elif p.transport == "push":
+            problems.add("parallel.transport=push: copies within one node only; with parallel.inner give p2p or auto", "parallel.transport")
     if p.ulysses > 1 and problems.fine("parallel.ulysses", "model.heads", "model.kv_heads"):
         try:
             check_heads(c.model.heads, c.model.kv_heads, p.ulysses)

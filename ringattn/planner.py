@@ -213,13 +213,14 @@ def candidates(request: Request) -> Iterator[Plan]:
     problems: ConfigError | None = None
     found = False
     for choice in choices(request.raw, request.gpus, request.fixed):
-        try:
-            config = from_dict(merged(request.raw, choice), world_size=request.gpus)
-        except ConfigError as error:
-            problems = error
-            continue
-        found = True
-        yield evaluate(request, config, choice)
+        for inner in levels(request, choice):
+            try:
+                config = from_dict(merged(request.raw, choice | inner), world_size=request.gpus)
+            except ConfigError as error:
+                problems = error
+                continue
+            found = True
+            yield evaluate(request, config, choice | inner)
     if not found and problems is not None:
         raise problems
 
@@ -248,6 +249,15 @@ def choices(raw: dict[str, Any], gpus: int, fixed: dict[str, Any]) -> Iterator[d
                         if "train.rows" not in fixed:
                             choice["train.rows"] = max(1, shard * (rest // shard)) * int(raw.get("train", {}).get("micro_rows", 1))
                         yield choice
+
+
+def levels(request: Request, choice: dict[str, Any]) -> list[dict[str, Any]]:
+    """Whether to make it a ring of two levels: where it spans whole nodes, both; otherwise as the caller has it."""
+    node, ulysses = request.machine.node_gpus, choice["parallel.ulysses"]
+    spans = choice["parallel.ring"] * ulysses > node and node % ulysses == 0 and choice["parallel.ring"] % (node // ulysses) == 0
+    if "parallel.inner" in request.fixed or not spans:
+        return [{}]
+    return [{}, {"parallel.inner": node // ulysses * int(request.raw.get("parallel", {}).get("virtual", 1))}]
 
 
 def merged(raw: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:

@@ -5,11 +5,11 @@
     python scripts/bench_ring.py --virtual 4                         # one device, a virtual ring of 4
     python scripts/bench_ring.py --processes 2 --lengths 2048        # gloo processes on this machine
 
-Ours is every combination of --layouts, --exchanges, --transports and --ulysses. Peers: torch context_parallel (both its rotations), and
-ring-flash-attn where it is importable or --ring-flash-attn names the folder that holds it. A candidate that fails on any rank is reported
-and left out. Prints for each total length: milliseconds (median over turns of the slowest rank), % = time of the whole problem on one
-device with our kernel / N / time, TF/s a device (visible pairs, backward 2.5 x forward), exposed and hidden communication, the host's
-time to enqueue a step, and extra peak memory. Writes ring.json and ring.png to --out.
+Ours is every combination of --layouts, --exchanges, --transports, --ulysses and --nodes. Peers: torch context_parallel (both its
+rotations), and ring-flash-attn where it is importable or --ring-flash-attn names the folder that holds it. A candidate that fails on any
+rank is reported and left out. Prints for each total length: milliseconds (median over turns of the slowest rank), % = time of the whole
+problem on one device with our kernel / N / time, TF/s a device (visible pairs, backward 2.5 x forward), exposed and hidden communication,
+the host's time to enqueue a step, and extra peak memory. Writes ring.json and ring.png to --out.
 """
 
 from __future__ import annotations
@@ -75,15 +75,17 @@ def seconds_of(run: Callable[[], Any], device: torch.device) -> tuple[float, flo
 def builders(args: argparse.Namespace, problem: Problem, device: torch.device, ranks: Ranks) -> dict[str, Callable[[], Base]]:
     """How to make each candidate, by the name it is reported under should that fail."""
     made: dict[str, Callable[[], Base]] = {"one device": lambda: Single(problem, device, args.kernel)}
-    options = itertools.product(args.exchanges, args.layouts, args.transports, args.ulysses)
-    for exchange, layout, transport, ulysses in options:
+    options = itertools.product(args.exchanges, args.layouts, args.transports, args.ulysses, args.nodes)
+    for exchange, layout, transport, ulysses, inner in options:
         first = (args.exchanges[0], args.layouts[0], args.transports[0])
         if (exchange == "allgather" and transport != first[2]) or ulysses > ranks.size:
             continue
+        if inner and (exchange == "allgather" or transport != "p2p" or ulysses > 1 or inner >= ranks.size * args.virtual):
+            continue  # two levels are for the ring itself
         if 1 < ulysses == ranks.size and (exchange, layout, transport) != first:
             continue  # no ring is left: all of these are the same
         choice = {"layout": layout, "exchange": exchange, "transport": transport, "ulysses": ulysses, "virtual": args.virtual}
-        choice["wire"] = args.wire
+        choice |= {"wire": args.wire, "inner": inner}
         made[Ours.describe(**choice)] = lambda choice=choice: Ours(problem, device, args.kernel, **choice)
     if ranks.size > 1 and "torch" in args.peers:
         for method in ("allgather", "alltoall"):
@@ -262,6 +264,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--exchanges", type=words, default=["ring"])
     parser.add_argument("--transports", type=words, default=["p2p"])
     parser.add_argument("--ulysses", type=numbers, default=[1], help="sizes of the Ulysses axis; the number of processes: no ring at all")
+    parser.add_argument("--nodes", type=numbers, default=[0], help="shards a node, for rings of two levels; 0: one level")
     parser.add_argument("--peers", type=words, default=["torch", "ring-flash-attn"])
     parser.add_argument("--ring-flash-attn", default="", metavar="FOLDER", help="holds the package ring_flash_attn")
     parser.add_argument("--repeats", type=int, default=7, help="turns of each candidate")

@@ -126,13 +126,16 @@ class Ours(Base):
 
     def __init__(
         self, problem: Problem, device: torch.device, kernel: str, *, layout: str = "zigzag", exchange: str = "ring",
-        transport: str = "p2p", ulysses: int = 1, virtual: int = 1, wire: str = "exact",
+        transport: str = "p2p", ulysses: int = 1, virtual: int = 1, wire: str = "exact", inner: int = 0,
     ) -> None:
-        self.name = self.describe(layout, exchange, transport, ulysses, virtual, wire)
+        self.name = self.describe(layout, exchange, transport, ulysses, virtual, wire, inner)
         processes = dist.get_world_size() if dist.is_initialized() else 1
         mask = problem.mask()
+        if inner and ulysses > 1:
+            raise ValueError("two levels are timed without a Ulysses axis")
         if ulysses == 1:
-            ring = Ring(virtual=virtual)
+            outer = dist.new_group() if inner and dist.is_initialized() else None
+            ring = Ring(virtual=virtual, inner=inner or None, outer_group=outer)
         else:
             groups = {}
             ranks = torch.arange(processes).view(-1, ulysses)
@@ -154,9 +157,10 @@ class Ours(Base):
         self.inputs = problem.tensors(problem.seq_len // processes, device)
 
     @staticmethod
-    def describe(layout: str, exchange: str, transport: str, ulysses: int, virtual: int, wire: str) -> str:
+    def describe(layout: str, exchange: str, transport: str, ulysses: int, virtual: int, wire: str, inner: int = 0) -> str:
         """E.g. ``ring zigzag push``."""
         options = f" {transport}" * (transport != "p2p") + f" ulysses {ulysses}" * (ulysses > 1) + f" virtual {virtual}" * (virtual > 1)
+        options += f" inner {inner}" * bool(inner)
         return f"{exchange} {layout}{options}" + f" wire {wire}" * (wire != "exact")
 
     def solve(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ def show(keys: list[str], lengths: str | None, out: Path | None) -> None:
     p, seq_len = config.parallel, config.padded_len(world_size)
     documents = document_ids(str(config.train.seq_len) if lengths is None else lengths, config.train.seq_len)
     documents = F.pad(documents, (0, seq_len - config.train.seq_len), value=-1)
-    ring = Ring(virtual=config.ring_processes(world_size) * p.virtual)
+    ring = Ring(virtual=config.ring_processes(world_size) * p.virtual, inner=p.inner)
     size = ring.size
     layout = Placement(config, config.model, ring, seq_len).layout(documents)
 

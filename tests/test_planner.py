@@ -64,6 +64,20 @@ def test_the_longest_plan_is_the_longest() -> None:
     assert rings[1].work.seq_len > 1.8 * rings[0].work.seq_len  # twice the GPUs, about twice the context
 
 
+def test_a_ring_across_nodes_gets_two_levels_where_that_is_faster() -> None:
+    """4K tokens a GPU, 16 GPUs: a hop of a flat ring waits for the network, a turn of 8 hops does not."""
+    raw = merged(RAW, {"train.seq_len": 65536})
+    fixed = {"parallel.ring": 16, "parallel.ulysses": 1}
+    found, flat = (plan(raw, machine="h200", gpus=16, fixed=fixed | more) for more in ({}, {"parallel.inner": None}))
+    assert found.overrides["parallel.inner"] == 8 and found.work.nodes == 2 and found.work.node_ranks == 8
+    waits = "exposed communication"
+    assert found.time.device[waits] < 0.5 * flat.time.device[waits] and found.memory.peak >= flat.memory.peak
+    assert from_dict(merged(raw, {**fixed, **found.overrides}), world_size=16).parallel.inner == 8
+    long = plan(merged(RAW, {"train.seq_len": 1 << 20}), machine="h200", gpus=16, fixed=fixed)
+    assert "parallel.inner" not in long.overrides  # every hop hides its message anyway
+    assert "parallel.inner" not in plan(raw, machine="h200", gpus=8, fixed={"parallel.ring": 8}).overrides
+
+
 def test_what_does_not_fit_names_what_is_short_and_the_nearest_that_does() -> None:
     raw = merged(RAW, {"train.seq_len": 1048576})
     with pytest.raises(NothingFits, match=r"GiB short; largest: (optimizer|activations) .* GiB") as caught:

@@ -82,7 +82,7 @@ def forward_bytes(w: Work) -> int:
     m, b, t, wide = w.model, w.compute_bytes, w.tokens, w.wide_bytes
     q, k = m.heads * m.head_dim, m.kv_heads * m.head_dim
     rotation = max(2 * wide * q, q * b + 2 * wide * k)
-    state = (q + 2 * m.heads) * wide + 2 * k * b if w.hops > 1 else 0
+    state = (q + 2 * m.heads) * wide + (2 if w.nodes == 1 else 6) * k * b if w.hops > 1 else 0
     if w.blockwise_qkv:  # q, k, v and attention's output; then the output's product and the sum with the residual
         attention = (2 * q + 2 * k) * b + max(state, 2 * m.width * b)
     else:
@@ -121,7 +121,8 @@ def ring_bytes(w: Work) -> int:
     arriving = int(w.ring > 1)
     made = 1 if w.wire == "exact" and w.hops == 2 else 2
     sums = (made + arriving) * w.wide_bytes if w.wire == "exact" else w.wide_bytes + (1 + arriving) * w.grad_wire_bytes
-    return t * kv * (w.compute_bytes * (1 + arriving) + sums)
+    outer = 2 * (w.compute_bytes + w.grad_wire_bytes) if w.nodes > 1 else 0  # what a turn began with, and what comes from the next node
+    return t * kv * (w.compute_bytes * (1 + arriving) + sums + outer)
 
 
 def phases(w: Work) -> dict[str, dict[str, int]]:

@@ -131,11 +131,28 @@ def attention_time(w: Work, m: Machine) -> tuple[float, float, Hop, Hop]:
         backward += state * (2 * heads_dim + 3 * kv)
     if w.ring == 1:
         return forward, backward, Hop(forward / c.layers / hops, 0.0), Hop(backward / c.layers / hops, 0.0)
-    rate, start = link_rate(w, m, w.ring * w.ulysses), m.latency_us * 1e-6
+    rate, start = link_rate(w, m, w.node_ranks * w.ulysses), m.latency_us * 1e-6
     message = rows * kv
     there = Hop(forward / c.layers / w.ring, message * w.compute_bytes / rate + start)
     back = Hop(backward / c.layers / w.ring, message * (w.compute_bytes + w.grad_wire_bytes) / rate + start)
     return forward, backward, there, back
+
+
+def ring_exposed(w: Work, m: Machine, there: Hop, back: Hop) -> tuple[float, float]:
+    """Seconds of the ring's messages of one layer that no computation hides, forward and backward. A message between the nodes of a ring
+    of two levels has a whole turn to hide behind; on one of one level that spans nodes every hop waits for the network."""
+    if w.exchange == "allgather":
+        return (w.ring - 1) * there.transfer_s, (w.ring - 1) * back.transfer_s
+    message, rate, start = w.tokens * w.ulysses * w.kv_width, m.network_gbs * GB, m.latency_us * 1e-6
+
+    def waits(hop: Hop, numbers_bytes: float) -> float:
+        within = (w.node_ranks - 1) * max(0.0, hop.transfer_s - hop.compute_s)
+        between = max(0.0, message * numbers_bytes / rate + start - w.node_ranks * hop.compute_s - within)
+        return w.nodes * within + (w.nodes - 1) * between
+
+    home = back.transfer_s * w.grad_wire_bytes / (w.grad_wire_bytes + w.compute_bytes) if w.node_ranks > 1 else 0.0
+    home += message * w.grad_wire_bytes / rate + start if w.nodes > 1 else 0.0
+    return waits(there, w.compute_bytes), waits(back, w.compute_bytes + w.grad_wire_bytes) + home
 
 
 def exposed(w: Work, m: Machine, there: Hop, back: Hop, block_s: float) -> float:
@@ -143,12 +160,8 @@ def exposed(w: Work, m: Machine, there: Hop, back: Hop, block_s: float) -> float
     c = w.model
     seconds = 0.0
     if w.ring > 1:
-        hidden = 0.0 if w.exchange == "allgather" else 1.0
-        seconds += c.layers * (w.ring - 1) * sum(max(0.0, hop.transfer_s - hidden * hop.compute_s) for hop in (there, back))
-        if w.exchange == "ring":
-            seconds += c.layers * back.transfer_s * w.grad_wire_bytes / (w.grad_wire_bytes + w.compute_bytes)
-        if w.policy == "block":
-            seconds += c.layers * (w.ring - 1) * max(0.0, there.transfer_s - hidden * there.compute_s)
+        forward, backward = ring_exposed(w, m, there, back)
+        seconds += c.layers * ((2 if w.policy == "block" else 1) * forward + backward)
     if w.ulysses > 1:
         heads = 2 * (c.heads + c.kv_heads) * c.head_dim
         seconds += c.layers * 2 * w.tokens * heads * w.compute_bytes * (1 - 1 / w.ulysses) / link_rate(w, m, w.ulysses)

@@ -24,7 +24,8 @@ def logit_rows(vocab_size: int, wide_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Work:
-    """One training step. ``ring`` real ranks x ``ulysses`` x ``shard`` x ``replicate`` GPUs, ``virtual`` shards a rank.
+    """One training step. ``ring`` real ranks x ``ulysses`` x ``shard`` x ``replicate`` GPUs, ``virtual`` shards a rank, ``inner`` shards
+    a node (None: a ring of one level).
 
     ``documents``: mean visible length in tokens where attention stays within documents, 0 = whole rows. ``state_bytes``: optimizer
     states, bytes a parameter; ``states``: their kind (fp32, bf16, 8bit); ``states_on_host``: they wait there. ``model`` has its
@@ -37,6 +38,7 @@ class Work:
     micro_rows: int = 1
     ring: int = 1
     virtual: int = 1
+    inner: int | None = None
     ulysses: int = 1
     shard: int = 1
     replicate: int = 1
@@ -98,6 +100,16 @@ class Work:
         return self.ring * self.virtual
 
     @property
+    def nodes(self) -> int:
+        """Nodes of a ring of two levels; 1 in one of one level."""
+        return self.ring * self.virtual // self.inner if self.inner else 1
+
+    @property
+    def node_ranks(self) -> int:
+        """Ranks of the ring in a node of it."""
+        return max(1, self.ring // self.nodes)
+
+    @property
     def kv_width(self) -> int:
         """Numbers of K and V of one token on a rank in attention, where ulysses ranks share the heads."""
         return 2 * self.model.kv_heads * self.model.head_dim // min(self.ulysses, self.model.kv_heads)
@@ -122,7 +134,8 @@ def work_of(config: Any, model: ModelConfig, world_size: int, *, compute_bytes: 
     tensors = 2 if config.optim.name == "adamw" else int(config.optim.momentum > 0)
     each = {"bf16": 2, "8bit": 1}.get(config.optim.states, 8 if compute_bytes == 8 else 4)
     return Work(
-        model=model, seq_len=t.seq_len, rows=t.rows, micro_rows=t.micro_rows, ring=ring, virtual=p.virtual, ulysses=p.ulysses,
+        model=model, seq_len=t.seq_len, rows=t.rows, micro_rows=t.micro_rows, ring=ring, virtual=p.virtual, inner=p.inner,
+        ulysses=p.ulysses,
         shard=p.shard, replicate=p.replicate, layout=p.layout, exchange=p.exchange, wire=p.wire, policy=config.activation,
         documents=documents, compute_bytes=compute_bytes, state_bytes=tensors * each, states=config.optim.states,
         states_on_host=config.optim.offload, grad_sync=p.grad_sync, reshard=p.reshard_after_forward,

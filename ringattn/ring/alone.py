@@ -17,11 +17,12 @@ from ringattn.ring.ring import Ring
 from ringattn.ring.transport import Message, Note
 
 
-def lone_rank(size: int, rank: int = 0) -> Ring:
-    """Rank ``rank`` of a ring of ``size`` processes of one shard each."""
+def lone_rank(size: int, rank: int = 0, inner: int | None = None) -> Ring:
+    """Rank ``rank`` of a ring of ``size`` processes of one shard each, ``inner`` a node."""
     ring = Ring()
+    ring.inner = inner
     ring.group, ring.processes, ring.size, ring.rank, ring.shards = None, size, size, rank, range(rank, rank + 1)
-    ring.transport = Nowhere()
+    ring.transport = ring.outer_transport = Nowhere()
     doing = SimpleNamespace(since=time.monotonic())
     ring.watch = SimpleNamespace(
         doing=doing, gone="", ranks=list(range(size)), agreed=_Everything(), contents=weakref.WeakKeyDictionary(), events=[]

@@ -5,6 +5,7 @@ A ring moves in lock step: each hop lasts as long as its slowest shard. Times ar
 
     shard q with the keys of shard o    sum over q's tiles of query rows that see anything: tile * (keys in the tiles visited + state)
     hop                                 the slowest shard of that hop, or the transfer meanwhile if that takes longer
+    turn                                its hops, or the transfer between nodes meanwhile (ringattn.ring.turns)
     lock-step time                      sum over hops of the slowest shard; balance = lock-step time / mean time of a shard (1 is best)
 
 S positions, W shards, L rows a shard.
@@ -21,7 +22,8 @@ from ringattn.kernels.contract import KEY_BLOCK
 from ringattn.ring.chunks import TABLES, Chunks, chunk_length, owner_table
 from ringattn.ring.messages import live_offsets, plan_transfers
 from ringattn.ring.pieces import Mask, Pieces, key_hulls, split_pieces
-from ringattn.ring.search import hop_indices, search
+from ringattn.ring.search import search
+from ringattn.ring.turns import Turns
 
 MAX_CHUNKS = 512  # that the search tells apart; a longer sequence has longer chunks
 
@@ -32,27 +34,29 @@ class CostModel:
 
     ``tile``: rows and keys of a kernel tile. ``state``: a row's share of starting a hop, in pairs: the carried state is read and
     written (about 3 % of a hop of 8192 keys). ``transfer``: a row's time on the wire, in pairs; 512 is K and V of 8 heads for 32
-    query heads of 128, in 16 bit, at 300 GB/s beside a kernel at 600 TFLOP/s.
+    query heads of 128, in 16 bit, at 300 GB/s beside a kernel at 600 TFLOP/s. ``outer_transfer``: the same between nodes, at 50 GB/s.
     """
 
     tile: int = KEY_BLOCK
     state: int = 256
     transfer: int = 512
+    outer_transfer: int = 3072
 
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
     """``work``: time of queries q with keys o, int64 [W, W], in pairs, summed over the batch's masks; ``transfers``: time of the KV
-    message sent during each live hop but the last."""
+    message that brings what each hop but the first works on; to the first hop of a turn it comes from another node."""
 
     work: np.ndarray
     offsets: tuple[int, ...]
     transfers: tuple[int, ...]
+    turns: Turns
 
     @cached_property
     def hops(self) -> np.ndarray:
         """Time of each shard at each live hop: int64 [hops, W]."""
-        return self.work[hop_indices(len(self.work))][list(self.offsets)]
+        return self.work[self.turns.hop_indices()][list(self.offsets)]
 
     @property
     def lock_step(self) -> int:
@@ -66,8 +70,12 @@ class Prediction:
 
     @property
     def time(self) -> int:
-        """Lock-step time where no hop is shorter than the transfer that it hides."""
-        return int(np.maximum(self.hops.max(1), [*self.transfers, 0]).sum())
+        """Lock-step time where no hop, and no turn, is shorter than the transfer that it hides."""
+        slowest, sent, total = self.hops.max(1), [*self.transfers, 0], 0
+        for turn in self.turns.split(self.offsets):
+            within = sum(max(int(slowest[h]), sent[h]) for h in turn[:-1]) + int(slowest[turn[-1]])
+            total += max(within, sent[turn[-1]])
+        return total
 
 
 def time_matrix(chunks: Chunks, mask: Mask, cost: CostModel) -> np.ndarray:
@@ -90,26 +98,29 @@ def _shard_time(pieces: Pieces, cost: CostModel) -> np.ndarray:
     return time * (pieces.hulls[1] > 0)
 
 
-def predict(chunks: Chunks, mask: Mask, cost: CostModel) -> Prediction:
-    """Predicted times of a layout on a mask."""
+def predict(chunks: Chunks, mask: Mask, cost: CostModel, turns: Turns | None = None) -> Prediction:
+    """Predicted times of a layout on a mask; ``turns`` None: a ring of one level."""
+    turns = turns or Turns(chunks.ring_size, chunks.ring_size)
     rows = [split_pieces(chunks, row) for row in mask.rows]
     hulls = key_hulls(rows)
-    offsets = live_offsets(hulls)
-    kv, _ = plan_transfers(offsets, hulls, chunks.shard_len)
-    return Prediction(_times(rows, cost), offsets, tuple(t.rows * cost.transfer * len(rows) for t in kv))
+    offsets = live_offsets(hulls, turns)
+    kv = plan_transfers(offsets, hulls, chunks.shard_len, turns).kv
+    each = [cost.outer_transfer if d and d % turns.node == 0 else cost.transfer for d in offsets[1:]]
+    return Prediction(_times(rows, cost), offsets, tuple(t.rows * x * len(rows) for t, x in zip(kv, each, strict=True)), turns)
 
 
-def plan_chunks(mask: Mask, ring_size: int, cost: CostModel) -> Chunks:
+def plan_chunks(mask: Mask, turns: Turns, cost: CostModel) -> Chunks:
     """Owners of least lock-step time that were found: never worse than contiguous, zigzag, striped and chunk-striped.
 
-    A pure function of its arguments with the same result on every machine. ``mask.seq_len`` must be a multiple of ``ring_size``.
+    A pure function of its arguments with the same result on every machine. ``mask.seq_len`` must be a multiple of the ring's size.
     """
+    ring_size = turns.size
     found = [owner_table(kind, mask.seq_len, ring_size) for kind in tables_for(mask.seq_len, ring_size)]
     if ring_size > 1:
-        searched = _searched(mask, ring_size, cost)
+        searched = _searched(mask, turns, cost)
         if searched is not None:
             found.append(searched)
-    return min(found, key=lambda chunks: int(time_matrix(chunks, mask, cost)[hop_indices(ring_size)].max(1).sum()))
+    return min(found, key=lambda chunks: int(time_matrix(chunks, mask, cost)[turns.hop_indices()].max(1).sum()))
 
 
 def tables_for(seq_len: int, ring_size: int) -> list[str]:
@@ -117,8 +128,9 @@ def tables_for(seq_len: int, ring_size: int) -> list[str]:
     return [kind for kind in TABLES if kind != "zigzag" or seq_len % (2 * ring_size) == 0]
 
 
-def _searched(mask: Mask, ring_size: int, cost: CostModel) -> Chunks | None:
+def _searched(mask: Mask, turns: Turns, cost: CostModel) -> Chunks | None:
     """The result of the search; None if a shard cannot be cut into chunks."""
+    ring_size = turns.size
     shard_len = mask.seq_len // ring_size
     length = chunk_length(shard_len, max(cost.tile, shard_len * ring_size // max(MAX_CHUNKS, 2 * ring_size)))
     count = shard_len // length
@@ -126,7 +138,7 @@ def _searched(mask: Mask, ring_size: int, cost: CostModel) -> Chunks | None:
         return None
     work = _chunk_work(mask, length, cost)
     fixed = cost.tile * cost.state * -(-length // cost.tile)
-    return Chunks(search(work, fixed, ring_size, [1, *_prime_factors(count)]), length, ring_size)
+    return Chunks(search(work, fixed, turns, [1, *_prime_factors(count)]), length, ring_size)
 
 
 def _chunk_work(mask: Mask, length: int, cost: CostModel) -> np.ndarray:

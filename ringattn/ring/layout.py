@@ -37,6 +37,7 @@ from ringattn.ring.balance import CostModel, Prediction, plan_chunks, predict, t
 from ringattn.ring.chunks import TABLES, Chunks, owner_table
 from ringattn.ring.pieces import build_mask
 from ringattn.ring.ring import Ring
+from ringattn.ring.turns import Turns
 
 LAYOUTS = TABLES  # those that depend on nothing but lengths
 ALL_LAYOUTS = (*LAYOUTS, "balanced")
@@ -75,6 +76,7 @@ class Layout:
         ulysses: U, the processes that share each shard.
         documents: what ``balanced`` is planned for, int [S] or [B, S] as in ``make_schedule``; every process must give the same.
         causal, window: the mask that ``balanced`` is planned for; with several windows in a model, its widest.
+        inner: shards a node that ``balanced`` is planned for and :meth:`predict` goes by, as of the ring; None: a ring of one level.
         cost: constants of the prediction that ``balanced`` goes by.
 
     Attributes: ``kind``, ``seq_len``, ``ring_size``, ``ulysses``, ``shard_len`` L.
@@ -84,7 +86,7 @@ class Layout:
 
     def __init__(
         self, kind: str, seq_len: int, ring_size: int, ulysses: int = 1, documents: ArrayLike | None = None, *,
-        causal: bool = True, window: int | None = None, cost: CostModel | None = None,
+        causal: bool = True, window: int | None = None, inner: int | None = None, cost: CostModel | None = None,
     ) -> None:
         kind = kind.replace("_", "-")
         if kind not in ALL_LAYOUTS:
@@ -106,10 +108,11 @@ class Layout:
             raise ValueError(f"layout {kind!r} {needs}")
         self.kind, self.seq_len, self.ring_size, self.ulysses = kind, seq_len, ring_size, ulysses
         self.shard_len = seq_len // ring_size
+        self.turns = Turns(ring_size, inner or ring_size)
         self.key: tuple[object, ...] = (kind, seq_len, ring_size, ulysses)  # equal for equal layouts
         if kind == "balanced":
             mask = build_mask(seq_len, causal=causal, window=window, documents=documents)
-            self.chunks = plan_chunks(mask, ring_size, cost or CostModel())
+            self.chunks = plan_chunks(mask, self.turns, cost or CostModel())
             self.key += (hashlib.sha256(self.chunks.owners.tobytes()).hexdigest()[:16],)
 
     @cached_property
@@ -141,7 +144,7 @@ class Layout:
     ) -> Prediction:
         """How long the ring takes on a mask (arguments as in ``make_schedule``), and how well its shards are balanced."""
         mask = build_mask(self.seq_len, causal=causal, window=window, documents=documents, visible=visible)
-        return predict(self.chunks, mask, cost or CostModel())
+        return predict(self.chunks, mask, cost or CostModel(), self.turns)
 
     @cached_property
     def _order(self) -> Tensor:
@@ -192,7 +195,7 @@ class Layout:
 
 def choose_layout(
     seq_len: int, ring_size: int, causal: bool = True, window: int | None = None, documents: ArrayLike | None = None, *,
-    ulysses: int = 1, cost: CostModel | None = None,
+    ulysses: int = 1, inner: int | None = None, cost: CostModel | None = None,
 ) -> Layout:
     """The layout of least predicted time (``parallel.layout=auto``) for a mask, transfers included: ``Prediction.time``.
 
@@ -203,10 +206,10 @@ def choose_layout(
     mask = build_mask(seq_len, causal=causal, window=window, documents=documents)
     Layout("contiguous", seq_len, ring_size, ulysses)  # refuses what nothing can split
     kinds = [kind for kind in tables_for(seq_len, ring_size) if next_length(kind, seq_len, ring_size, ulysses) == seq_len]
-    layouts = [Layout(kind, seq_len, ring_size, ulysses) for kind in kinds]
+    layouts = [Layout(kind, seq_len, ring_size, ulysses, inner=inner) for kind in kinds]
     if documents is not None:
-        layouts.append(Layout("balanced", seq_len, ring_size, ulysses, documents, causal=causal, window=window, cost=cost))
-    return min(layouts, key=lambda layout: predict(layout.chunks, mask, cost).time)
+        layouts.append(Layout("balanced", seq_len, ring_size, ulysses, documents, causal=causal, window=window, inner=inner, cost=cost))
+    return min(layouts, key=lambda layout: predict(layout.chunks, mask, cost, layout.turns).time)
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup | None, processes: int) -> Tensor:

@@ -3,7 +3,11 @@
 Messages are trimmed to the rows that any later receiver needs (forward, KV) or that any earlier receiver touched (backward, the
 travelling dK / dV), rounded out to blocks of KEY_BLOCK rows, and as long for every shard as the longest needs.
 
-W shards, L rows a shard, k live offsets besides 0.
+In a ring of two levels (ringattn.ring.turns) the messages within a turn are trimmed to what the rest of the turn needs, those between
+nodes to what later turns need. dK / dV of a turn come to the shard that began it, are added to those of earlier turns, and go on to the
+next node; those of turn 0 are home then.
+
+W shards, L rows a shard, k hops besides hop 0.
 """
 
 from __future__ import annotations
@@ -15,15 +19,18 @@ from typing import NamedTuple
 
 from ringattn.kernels.contract import KEY_BLOCK
 from ringattn.ring.ring import Ring
+from ringattn.ring.turns import Turns
 
 Hull = tuple[int, int]  # rows [start, stop) of a shard; start == stop is empty
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One permutation: shard w sends to (w + shift) mod W. Of the KV of shard o, rows starts[o] .. starts[o] + rows are sent."""
+    """One permutation: what shards hold at offset ``before`` goes to those that hold it at ``after``. Of the KV of shard o, rows
+    starts[o] .. starts[o] + rows are sent."""
 
-    shift: int
+    before: int
+    after: int
     rows: int
     starts: tuple[int, ...]
 
@@ -49,54 +56,77 @@ class Route(NamedTuple):
     origins: tuple[int, ...]
 
 
-def plan_route(transfer: Transfer, offset: int, ring: Ring) -> Route:
-    """The route of a transfer by which each shard w passes on what it holds of shard w - ``offset``."""
-    size, shards = ring.size, ring.shards
-    sources = [(w - transfer.shift) % size for w in shards]
-    targets = [(w + transfer.shift) % size for w in shards]
+class Plan(NamedTuple):
+    """All transfers of a pass over the keys: see :class:`ringattn.ring.schedule.Schedule`."""
+
+    kv: tuple[Transfer, ...]
+    dkv: tuple[Transfer, ...]
+    carry: tuple[Transfer, ...]
+
+
+def plan_route(transfer: Transfer, ring: Ring) -> Route:
+    """A transfer as the process of ``ring`` sees it."""
+    turns, shards = ring.turns, ring.shards
+    origins_out = [turns.origin(w, transfer.before) for w in shards]
+    origins_in = [turns.origin(w, transfer.after) for w in shards]
+    sources = [turns.holder(o, transfer.before) for o in origins_in]
+    targets = [turns.holder(o, transfer.after) for o in origins_out]
     receives = tuple((j, s // ring.virtual) for j, s in enumerate(sources) if s not in shards)
     sends = tuple((j, t // ring.virtual, t % ring.virtual) for j, t in enumerate(targets) if t not in shards)
     return Route(
-        carried=tuple(transfer.slice((w - offset) % size) for w in shards),
-        arrived=tuple(transfer.slice((s - offset) % size) for s in sources),
+        carried=tuple(map(transfer.slice, origins_out)),
+        arrived=tuple(map(transfer.slice, origins_in)),
         sources=tuple(s - shards.start if s in shards else None for s in sources),
         receives=receives, sends=sends, targets=tuple(to for _, to, _ in sends), origins=tuple(origin for _, origin in receives),
     )  # fmt: skip
 
 
-def live_offsets(hulls: Sequence[Sequence[Hull]]) -> tuple[int, ...]:
-    """Offset 0 and every d at which some shard q has work with the keys of shard q - d, ascending. hulls[q][o] as in plan_transfers."""
-    w = len(hulls)
-    return tuple(d for d in range(w) if d == 0 or any(_size(hulls[q][(q - d) % w]) for q in range(w)))
+def live_offsets(hulls: Sequence[Sequence[Hull]], turns: Turns) -> tuple[int, ...]:
+    """Offset 0, every d at which some shard has work, and the start of each turn that has any; ascending. hulls as in plan_transfers."""
+    shards = range(turns.size)
+    return turns.with_starts(d for d in shards if any(_size(hulls[q][turns.origin(q, d)]) for q in shards))
 
 
-def plan_transfers(
-    offsets: tuple[int, ...], hulls: Sequence[Sequence[Hull]], shard_len: int
-) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
-    """KV and dKV transfers, k each. KV shrinks on its way (what later hops need), dKV grows (what earlier hops touched).
+def plan_transfers(offsets: tuple[int, ...], hulls: Sequence[Sequence[Hull]], shard_len: int, turns: Turns) -> Plan:
+    """KV shrinks on its way (what later hops need), dKV grows (what earlier hops touched).
 
     ``hulls[q][o]``: the least range of local key rows of shard o that holds every key visible to shard q.
     """
-    w, hops = len(hulls), offsets[1:]
-    touched = [[_round_out(hulls[(o + d) % w][o], shard_len) for o in range(w)] for d in hops]
-    shifts = [b - a for a, b in itertools.pairwise(offsets)]
-    gone = [list(step) for step in itertools.accumulate(touched, _union_each)]
-    needed = [list(step) for step in itertools.accumulate(reversed(touched), _union_each)][::-1]
-    kv = [Transfer(s, n, starts) for s, (n, starts) in zip(shifts, _nest(needed, shard_len), strict=True)]
-    home = [*shifts[1:], -offsets[-1] % w] if hops else []
-    dkv = [Transfer(s, n, starts) for s, (n, starts) in zip(home, reversed(_nest(gone[::-1], shard_len)), strict=True)]
-    return tuple(kv), tuple(dkv)
+    touched = [[_round_out(hulls[turns.holder(o, d)][o], shard_len) for o in range(turns.size)] for d in offsets]
+    hops, whole = turns.split(offsets), (shard_len, (0,) * turns.size)
+    of_turn = [list(itertools.accumulate((touched[h] for h in turn), _union_each)) for turn in hops]
+    left = [list(itertools.accumulate((touched[h] for h in reversed(turn)), _union_each))[::-1] for turn in hops]
+    # between nodes: KV that this turn and later ones need, dKV that this turn and earlier ones (but for turn 0) touched
+    later = list(itertools.accumulate((x[-1] for x in reversed(of_turn[1:])), _union_each))[::-1]
+    earlier = list(itertools.accumulate((x[-1] for x in of_turn[1:]), _union_each))
+    out, back = _nest(later, whole), _nest(earlier[::-1], whole)[::-1]
+    starts = [offsets[turn[0]] for turn in hops]
+    kv: list[Transfer] = []
+    dkv: list[Transfer] = []
+    for k, turn in enumerate(hops):
+        here = [offsets[h] for h in turn]
+        if k:
+            kv.append(Transfer(starts[k - 1], starts[k], *out[k - 1]))
+        inner = _nest(left[k][1:], out[k - 1] if k else whole)
+        kv += [Transfer(a, b, *message) for (a, b), message in zip(itertools.pairwise(here), inner, strict=True)]
+        # hop 0 stays at home
+        grown = of_turn[k] if k else list(itertools.accumulate((touched[h] for h in turn[1:]), _union_each))
+        messages = _nest(grown[::-1], back[k - 1] if k else whole)[::-1]
+        ways = list(zip(here, [*here[1:], starts[k]], strict=True))[0 if k else 1 :]
+        dkv += [Transfer(a, b, *message) for (a, b), message in zip(ways, messages, strict=True)]
+    carry = [Transfer(a, b, *message) for (a, b), message in zip(itertools.pairwise((*starts[1:], 0)), back, strict=True)]
+    return Plan(tuple(kv), tuple(dkv), tuple(carry))
 
 
-def _nest(hulls: list[list[Hull]], shard_len: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Equal-length messages for a shrinking sequence of hulls per shard: each message lies within the one before it."""
+def _nest(hulls: list[list[Hull]], within: tuple[int, tuple[int, ...]]) -> list[tuple[int, tuple[int, ...]]]:
+    """Equal-length messages (rows, starts) for a shrinking sequence of hulls per shard: each lies within the one before it."""
     result = []
-    outer_starts, outer = [0] * (len(hulls[0]) if hulls else 0), shard_len
+    outer, outer_starts = within
     for step in hulls:
         rows = max(_size(h) for h in step)
-        starts = [min(max(h[0], s), s + outer - rows) if _size(h) else s for h, s in zip(step, outer_starts, strict=True)]
-        result.append((rows, tuple(starts)))
-        outer_starts, outer = starts, rows
+        starts = tuple(min(max(h[0], s), s + outer - rows) if _size(h) else s for h, s in zip(step, outer_starts, strict=True))
+        result.append((rows, starts))
+        outer, outer_starts = rows, starts
     return result
 
 

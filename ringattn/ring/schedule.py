@@ -1,13 +1,13 @@
 """The hop schedule of a batch: known before the loop, the same on every process.
 
-Hop i brings shard w the keys of shard (w - offsets[i]) mod W. Only offsets at which some shard has work are taken, in ascending
-order; that order is part of the contract, because it fixes the bits. Between hops i and i+1 every shard passes on what it holds
-by one permutation, w -> (w + shift) mod W, so every process makes the same transfers whatever its own work is. What the messages
-carry is planned in ringattn.ring.messages.
+Hop i brings shard w the keys of shard origin(w, offsets[i]) (ringattn.ring.turns), in a ring of one level those of (w - offsets[i])
+mod W. Only offsets at which some shard has work are taken (and those at which a turn begins that has any), in ascending order; that order
+is part of the contract, because it fixes the bits. Between two hops every shard passes on what it holds by one permutation, so every
+process makes the same transfers whatever its own work is. What the messages carry is planned in ringattn.ring.messages.
 
 The mask is handled as its few straight pieces (ringattn.ring.pieces); rows are written out for this process's shards only.
 
-S positions, W shards, L rows a shard, k live offsets besides 0.
+S positions, W shards, L rows a shard, k hops besides hop 0.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import itertools
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +28,6 @@ from ringattn.ring.layout import Layout
 from ringattn.ring.messages import Route, Transfer, live_offsets, plan_route, plan_transfers
 from ringattn.ring.pieces import Mask, build_mask, key_hulls, split_pieces, write_bounds
 from ringattn.ring.ring import MAX_CACHED_SCHEDULES, Ring
-from ringattn.ring.search import hop_indices
 
 __all__ = ["EXCHANGES", "MAX_HANDLES", "WIRES", "Schedule", "Transfer", "find_schedule", "make_schedule"]
 
@@ -35,12 +35,23 @@ EXCHANGES = ("ring", "allgather")
 WIRES = ("exact", "bf16")  # dtype of travelling dK / dV: the accumulate dtype, or rounded to bf16 at each departure
 
 
+class Move(NamedTuple):
+    """Transfers of keys that set out before a hop's kernels: to the next hop (``near``), and from the hop that begins a turn to the one
+    that begins the next (``far``), which is hop ``next_turn``."""
+
+    near: Route | None
+    far: Route | None
+    next_turn: int
+
+
 @dataclass(frozen=True, eq=False)
 class Schedule:
     """What every hop of one batch does. Made by :func:`make_schedule`; bound to a ring, a mask and a device.
 
-    ``offsets``: live offsets, ascending, 0 first. ``kv``: k transfers, kv[i] between hops i and i + 1. ``dkv``: k transfers of the
-    travelling gradients, dkv[i] leaves after hop i + 1; the last one goes home. ``bounds[i][j]``: index bounds of hop i for this
+    ``offsets``: of the hops, ascending, 0 first. ``kv``: k transfers, kv[i] brings what hop i + 1 works on, from hop i or, to the first
+    hop of a turn, from that of the turn before. ``dkv``: k transfers of the travelling gradients, dkv[i] leaves after hop i + 1; the last
+    of a turn goes where the turn began, that of turn 0 home. ``carry``: one for each later turn, of the sum up to it: to the next
+    node, the last one home. ``bounds[i][j]``: index bounds of hop i for this
     process's j-th shard, None where it has no work. ``pairs``: visible (query, key) pairs of the whole ring for one head,
     summed over the Bb rows of bounds. ``mask``: what it was made for. ``exchange``: ring, or allgather (one hop over the gathered KV
     sorted by position, no transfers; ``permutation``: the position of every row, shard after shard, and its inverse, int64 [S] each).
@@ -52,6 +63,7 @@ class Schedule:
     offsets: tuple[int, ...]
     kv: tuple[Transfer, ...]
     dkv: tuple[Transfer, ...]
+    carry: tuple[Transfer, ...]
     bounds: tuple[tuple[Bounds | None, ...], ...]
     pairs: int
     mask: Mask
@@ -75,12 +87,37 @@ class Schedule:
     @cached_property
     def kv_routes(self) -> tuple[Route, ...]:
         """``kv`` as this process sees it."""
-        return tuple(plan_route(t, offset, self.ring) for t, offset in zip(self.kv, self.offsets, strict=False))
+        return tuple(plan_route(t, self.ring) for t in self.kv)
 
     @cached_property
     def dkv_routes(self) -> tuple[Route, ...]:
         """``dkv`` as this process sees it."""
-        return tuple(plan_route(t, offset, self.ring) for t, offset in zip(self.dkv, self.offsets[1:], strict=True))
+        return tuple(plan_route(t, self.ring) for t in self.dkv)
+
+    @cached_property
+    def carry_routes(self) -> tuple[Route, ...]:
+        """``carry`` as this process sees it."""
+        return tuple(plan_route(t, self.ring) for t in self.carry)
+
+    @cached_property
+    def hops_of_turns(self) -> tuple[range, ...]:
+        """The hops of each turn; one turn in a ring of one level."""
+        return self.ring.turns.split(self.offsets)
+
+    @cached_property
+    def hop_moves(self) -> tuple[Move, ...]:
+        """What of the keys travels beside each hop."""
+        moves = []
+        for turn in self.hops_of_turns:
+            more = turn[-1] + 1 < len(self.offsets)
+            for hop in turn:
+                near = self.kv_routes[hop] if hop < turn[-1] else None
+                moves.append(Move(near, self.kv_routes[turn[-1]] if more and hop == turn[0] else None, turn[-1] + 1))
+        return tuple(moves)
+
+    def origin(self, shard: int, hop: int) -> int:
+        """The shard whose keys ``shard`` works on at ``hop`` of the ring exchange."""
+        return self.ring.turns.origin(shard, self.offsets[hop])
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which dK and dV of inputs of ``dtype`` travel."""
@@ -100,12 +137,12 @@ class Schedule:
         by_origin = np.sum([[p.pairs for p in shards] for shards in rows], axis=0).astype(np.float64)
         if self.exchange == "allgather":
             return by_origin.sum(1)[None]
-        return by_origin[hop_indices(self.ring.size)][list(self.offsets)]
+        return by_origin[self.ring.turns.hop_indices()][list(self.offsets)]
 
     @cached_property
     def prediction(self) -> Prediction:
         """Predicted times of the ring exchange, and its ``balance``."""
-        return predict(self.layout.chunks, self.mask, CostModel())
+        return predict(self.layout.chunks, self.mask, CostModel(), self.ring.turns)
 
     def message_bytes(self, *, batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
         """Bytes that each shard sends in one forward and one backward pass of the ring exchange, for inputs of ``dtype``.
@@ -113,7 +150,8 @@ class Schedule:
         rows * 2 * batch * kv_heads * head_dim numbers for K and V in both passes, and as many in the dtype of the wire for the
         travelling dK and dV. Moves between two virtual shards of a process are counted and cost nothing.
         """
-        kv, dkv = (2 * batch * kv_heads * head_dim * sum(t.rows for t in transfers) for transfers in (self.kv, self.dkv))
+        gradients = (*(t for t in self.dkv if t.before != t.after), *self.carry)
+        kv, dkv = (2 * batch * kv_heads * head_dim * sum(t.rows for t in transfers) for transfers in (self.kv, gradients))
         return kv * dtype.itemsize, kv * dtype.itemsize + dkv * self.wire_dtype(dtype).itemsize
 
 
@@ -142,11 +180,14 @@ def make_schedule(
     their way to another process). Relative error of dK and dV in the norm over a ring of W: about 1.7e-3 sqrt((W - 1) / 2), which is
     3e-3 for 8 shards and 1e-2 for 64; all-gather 1.7e-3. Everything else keeps its bits.
 
-    Raises ValueError for masks that are not monotone intervals and for a layout made for another ring size.
+    Raises ValueError for masks that are not monotone intervals, for a layout made for another ring size, and for the all-gather on a
+    ring of two levels.
     """
     layout.check(ring)
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange={exchange!r} is unknown, choose from {', '.join(EXCHANGES)}")
+    if exchange == "allgather" and ring.inner is not None:
+        raise ValueError(f"exchange='allgather' has no turns: not on a ring with inner={ring.inner}")
     if wire not in WIRES:
         raise ValueError(f"wire={wire!r} is unknown, choose from {', '.join(WIRES)}")
     device = torch.device(device)
@@ -168,16 +209,17 @@ def _turning(layout: Layout, ring: Ring, mask: Mask, wire: str, device: torch.de
     """The schedule of the ring exchange."""
     rows = [split_pieces(layout.chunks, row) for row in mask.rows]
     hulls = key_hulls(rows)
-    offsets = live_offsets(hulls)
-    kv, dkv = plan_transfers(offsets, hulls, layout.shard_len)
+    offsets = live_offsets(hulls, ring.turns)
+    plan = plan_transfers(offsets, hulls, layout.shard_len, ring.turns)
     # hop 0 always runs, even where nothing is visible: it writes what later hops add to
-    hops = [(q, (q - d) % ring.size) for d in offsets for q in ring.shards]
+    turns = ring.turns
+    hops = [(q, turns.origin(q, d)) for d in offsets for q in ring.shards]
     wanted = [([shards[q] for shards in rows], o) for q, o in hops]
     live = [q == o or any(p.hulls[1][o] > 0 for p in pieces) for (q, o), (pieces, _) in zip(hops, wanted, strict=True)]
     written = iter(write_bounds(list(itertools.compress(wanted, live)), device))
     bounds = tuple(next(written) if some else None for some in live)
     by_hop = tuple(bounds[i : i + ring.virtual] for i in range(0, len(bounds), ring.virtual))
-    return Schedule(ring, layout, offsets, kv, dkv, by_hop, mask.pairs, mask, wire=wire)
+    return Schedule(ring, layout, offsets, *plan, by_hop, mask.pairs, mask, wire=wire)
 
 
 def _gathered(layout: Layout, ring: Ring, mask: Mask, wire: str, device: torch.device) -> Schedule:
@@ -187,4 +229,4 @@ def _gathered(layout: Layout, ring: Ring, mask: Mask, wire: str, device: torch.d
         lo, stop = (np.stack(x) for x in zip(*(row.at(layout.shard_positions(q)) for row in mask.rows), strict=True))
         bounds.append(Bounds.from_rows(lo, stop, layout.seq_len, device))
     order = torch.from_numpy(np.concatenate([layout.shard_positions(w) for w in range(layout.ring_size)])).to(device)
-    return Schedule(ring, layout, (0,), (), (), (tuple(bounds),), mask.pairs, mask, "allgather", (order, order.argsort()), wire)
+    return Schedule(ring, layout, (0,), (), (), (), (tuple(bounds),), mask.pairs, mask, "allgather", (order, order.argsort()), wire)

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ringattn.ring.turns import Turns
+
 NORMS = (4, 8, 32)
 MAX_SWAPS = 64  # of one search
 CANDIDATES = 24  # swaps measured for each one taken
@@ -32,22 +34,23 @@ class Problem:
 
     work: np.ndarray
     fixed: float
-    ring_size: int
+    turns: Turns
 
     def merged(self, factor: int) -> Problem:
         """The same with chunks ``factor`` times as long."""
         n = len(self.work) // factor
-        return Problem(self.work.reshape(n, factor, n, factor).sum((1, 3)), self.fixed * factor, self.ring_size)
+        return Problem(self.work.reshape(n, factor, n, factor).sum((1, 3)), self.fixed * factor, self.turns)
 
 
-def search(work: np.ndarray, fixed: float, ring_size: int, factors: list[int]) -> np.ndarray:
-    """Owners int64 [N] of least lock-step time that was found, n chunks for each of ``ring_size`` shards.
+def search(work: np.ndarray, fixed: float, turns: Turns, factors: list[int]) -> np.ndarray:
+    """Owners int64 [N] of least lock-step time that was found, n chunks for each shard of a ring with these ``turns``.
 
     ``factors``: their product is n; level k has factors[0] * .. * factors[k] chunks a shard. At each level the best two so far
     and a new stripe go on.
     """
+    ring_size = turns.size
     scale = 2.0 ** min(0, EXACT_BITS - math.frexp(work.sum() + fixed * len(work) * ring_size)[1])
-    problems = [Problem(np.floor(work * scale), float(np.floor(fixed * scale)), ring_size)]
+    problems = [Problem(np.floor(work * scale), float(np.floor(fixed * scale)), turns)]
     for factor in factors[:0:-1]:
         problems.insert(0, problems[0].merged(factor))
     pool: list[np.ndarray] = []
@@ -57,12 +60,6 @@ def search(work: np.ndarray, fixed: float, ring_size: int, factors: list[int]) -
         found = [_swap(problem, owners) for owners in pool]
         pool = [owners for _, owners in sorted(found, key=lambda x: x[0])[:2]]
     return pool[0]
-
-
-def hop_indices(w: int) -> tuple[np.ndarray, np.ndarray]:
-    """Indices that turn a [q, o] matrix into [hop, q]: at hop d shard q meets the keys of shard q - d."""
-    shards = np.arange(w)
-    return np.broadcast_to(shards, (w, w)), (shards - shards[:, None]) % w
 
 
 def _power(x: np.ndarray, p: int) -> np.ndarray:
@@ -88,7 +85,7 @@ def _weights(hops: np.ndarray, p: int) -> np.ndarray:
 
 def _swap(problem: Problem, owners: np.ndarray) -> tuple[float, np.ndarray]:
     """Take swaps while they gain; returns the least lock-step time on the way and its owners."""
-    work, fixed, w = problem.work, problem.fixed, problem.ring_size
+    work, fixed, w = problem.work, problem.fixed, problem.turns.size
     keys = np.ascontiguousarray(work.T)  # keys[j, i]: row chunk i with key chunk j
     sees = (keys > 0).astype(np.float64)
     owners = owners.copy()
@@ -98,7 +95,7 @@ def _swap(problem: Problem, owners: np.ndarray) -> tuple[float, np.ndarray]:
     by_keys, seen, by_rows = (x[slots].sum(1) for x in (keys, sees, work))  # [W, N] each
     total = by_keys + fixed * (seen > 0)
     matrix = total[:, slots].sum(2).T  # [q, o]
-    hop = hop_indices(w)
+    hop = problem.turns.hop_indices()
     unit = max(1.0, matrix.sum() / w / w)
     one, other = np.triu_indices(w, 1)
     keep = min(3, slots.shape[1])

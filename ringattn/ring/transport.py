@@ -11,7 +11,7 @@ receives here has a twin of the same role on every process.
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -70,15 +70,15 @@ class Transport(Protocol):
 class PointToPoint:
     """NCCL or gloo isend / irecv, one batch a step. Also serves a ring of one process, which never posts a message."""
 
-    def __init__(self, ring: Ring) -> None:
-        self.ring = ring
+    def __init__(self, ring: Ring, group: dist.ProcessGroup | None = None) -> None:
+        self.ring, self.group = ring, group or ring.group
         self._device = torch.device("cpu")
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def post(self, sends: list[Message], receives: list[Message], note: Note) -> list[dist.Work]:
-        group, peer = self.ring.group, self.ring.global_rank
+        group, peer = self.group, self.ring.global_rank
         ops = [dist.P2POp(dist.isend, x, peer(m.process), group) for m in sends if (x := m.payload).numel()]
         ops += [dist.P2POp(dist.irecv, x, peer(m.process), group) for m in receives if (x := m.payload).numel()]
         works = dist.batch_isend_irecv(ops) if ops else []
@@ -105,6 +105,14 @@ def transport_of(ring: Ring) -> Transport:
     return chosen
 
 
+def outer_transport_of(ring: Ring) -> Transport:
+    """How shards travel between the nodes of a ring of two levels: point-to-point, in a process group of its own if there is one."""
+    if ring.outer_transport is None:
+        ring.outer_transport = PointToPoint(ring, ring.outer_group)
+    chosen: Transport = ring.outer_transport
+    return chosen
+
+
 def use_transport(ring: Ring, name: str, device: torch.device) -> str:
     """Choose the ring's transport before its first pass; every process of the ring calls it alike. Returns the name of the choice.
 
@@ -120,6 +128,8 @@ def use_transport(ring: Ring, name: str, device: torch.device) -> str:
         answers *= ring.processes
         dist.all_gather_object(answers, answers[0], group=ring.group)
     reasons = [reason for _, reason in answers if reason]
+    if ring.inner is not None:
+        reasons.append(f"the ring has two levels (inner={ring.inner})")
     if len({host for host, _ in answers}) > 1:
         reasons.append("the ring spans more than one node")
     if name == "push" and reasons:
@@ -141,37 +151,45 @@ class Slot:
         self.halves: tuple[Tensor, Tensor] = buffer.permute(1, 2, 0, 3, 4).unbind(0)  # type: ignore[assignment]
 
 
-class Carousel:
-    """One travelling buffer for each shard of this process, and the spare ones that arrivals go into.
-
-    ``held[j]`` is what this process's j-th shard holds now. Moves between shards of one process pass a reference; only moves
-    to another process are messages. ``count``: buffers that the pass will need, made here, before its loop.
-    """
+class Pool:
+    """Buffers [L, 2, B, Hkv, D] that go round: ``count`` of them, made here, before the loop, and given back when the pass is over."""
 
     def __init__(self, ring: Ring, shape: Sequence[int], dtype: torch.dtype, device: torch.device, count: int) -> None:
-        self.ring, self.transport = ring, transport_of(ring)
-        self._spare = [Slot(self.transport.allocate(shape, dtype, device)) for _ in range(count)]
-        self.held: list[Slot] = []
-        self._pending: tuple[Any, list[Slot], list[Slot], guard] | None = None
+        self._transport = transport_of(ring)
+        self._all = [Slot(self._transport.allocate(shape, dtype, device)) for _ in range(count)]
+        self._spare = list(self._all)
 
     def take(self) -> Slot:
         """A free buffer: the same few go round."""
         return self._spare.pop()
 
-    def give(self, slots: Sequence[Slot]) -> None:
+    def give(self, slots: Iterable[Slot]) -> None:
         """Hand buffers back whose content is no longer needed."""
         self._spare.extend(slots)
 
     def close(self) -> None:
         """The pass is over: all buffers go back to the transport."""
-        for slot in (*self._spare, *self.held):
-            self.transport.release(slot.buffer)
-        self._spare, self.held = [], []
+        for slot in self._all:
+            self._transport.release(slot.buffer)
+        self._all, self._spare = [], []
+
+
+class Carousel:
+    """Passes on what each shard of this process holds: ``held[j]`` is what the j-th shard has now.
+
+    Moves between shards of one process pass a reference; only moves to another process are messages. ``outer``: between nodes.
+    """
+
+    def __init__(self, ring: Ring, pool: Pool, *, outer: bool = False) -> None:
+        self.ring, self.pool, self.transport = ring, pool, (outer_transport_of if outer else transport_of)(ring)
+        self.held: list[Slot] = []
+        self.lent: Sequence[Slot] = ()  # not given back when they have left: somebody else still reads them
+        self._pending: tuple[Any, list[Slot], list[Slot], guard] | None = None
 
     def post(self, route: Route, note: Note) -> None:
         """Start passing ``held`` on; it stays readable, but must not be written, until :meth:`wait`."""
         held = self.held
-        arriving = [self.take() if source is None else held[source] for source in route.sources]
+        arriving = [self.pool.take() if source is None else held[source] for source in route.sources]
         receives = [Message(arriving[j].buffer, route.arrived[j], process, arriving[j].buffer) for j, process in route.receives]
         sends = [Message(held[j].buffer, route.carried[j], process, arriving[twin].buffer) for j, process, twin in route.sends]
         with guard(self.ring, "posting", note, route.targets, route.origins):
@@ -186,4 +204,4 @@ class Carousel:
         self._pending = None
         with waiting:
             self.transport.wait(ticket)
-        self.give(leaving)
+        self.pool.give(leaving if not self.lent else [slot for slot in leaving if slot not in self.lent])

@@ -22,7 +22,7 @@ from torch import Tensor
 from ringattn.ring.hang import Watch, guard, watch_of
 from ringattn.ring.ring import Ring
 from ringattn.ring.schedule import Schedule
-from ringattn.ring.transport import Message, Note, Transport, transport_of
+from ringattn.ring.transport import Message, Note, Transport, outer_transport_of, transport_of
 
 MAX_AGREED = 4096
 
@@ -83,7 +83,8 @@ def agree(ring: Ring, signature: Mapping[str, str]) -> None:
 def _meet(watch: Watch, ring: Ring) -> None:
     """The first comparison goes through the store: it works even where process groups are connected the wrong way round."""
     assert ring.group is not None
-    found = _exchange(watch, "met", {"process group": ring.group.group_name, "virtual": str(ring.virtual), "torch": torch.__version__})
+    own = {"process group": ring.group.group_name, "virtual": str(ring.virtual), "inner": str(ring.inner), "torch": torch.__version__}
+    found = _exchange(watch, "met", own)
     differing = {k: _odd_ones({rank: s[k] for rank, s in found.items()}) for k in found[watch.rank]}
     lines = [f"  {k}: {text}" for k, text in differing.items() if text]
     if lines:
@@ -121,7 +122,7 @@ def _content(schedule: Schedule) -> str:
     contents = watch_of(schedule.ring).contents
     if schedule not in contents:
         key = next((k for k, s in schedule.ring.schedules.items() if s is schedule), None)
-        plan = (schedule.offsets, schedule.kv, schedule.dkv, schedule.pairs, schedule.exchange)
+        plan = (schedule.offsets, schedule.kv, schedule.dkv, schedule.carry, schedule.pairs, schedule.exchange)
         what = plan if key is None else [x for x in key if not isinstance(x, torch.device)]
         contents[schedule] = hashlib.sha256(repr((schedule.layout.key, what)).encode()).hexdigest()[:12]
     return contents[schedule]
@@ -136,6 +137,8 @@ def enable_checks(ring: Ring) -> Ring:
     """Debug mode: check every message of this ring from now on. Every process of the ring calls it, between two passes."""
     if not isinstance(transport_of(ring), CheckedTransport):
         ring.transport = CheckedTransport(ring, transport_of(ring))
+        if ring.inner is not None:
+            ring.outer_transport = CheckedTransport(ring, outer_transport_of(ring))
     return ring
 
 
@@ -206,10 +209,9 @@ def _header(m: Message, note: Note, sender: int) -> list[int]:
     return [note.number, direction, note.hop, what, sender, m.rows.start, rows, shape, dtype]
 
 
-_WORDS = {
-    zlib.crc32(w.encode()): w.removeprefix("torch.")
-    for w in ("forward", "backward", "kv", "dkv", *(str(d) for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)))
-}
+_PLAIN = ("forward", "backward", "kv", "dkv", "outer kv", "outer dkv")
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_WORDS = {zlib.crc32(w.encode()): w.removeprefix("torch.") for w in (*_PLAIN, *map(str, _DTYPES))}
 
 
 def _word(field: str, value: int) -> str:

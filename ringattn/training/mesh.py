@@ -10,6 +10,7 @@ its shards is split over, read the same rows).
 
 from __future__ import annotations
 
+import datetime
 import socket
 from dataclasses import dataclass
 
@@ -52,6 +53,19 @@ class Mesh:
         return self.ring.processes * self.ring.ulysses
 
 
+def outer_group(config: Config, rings: torch.Tensor, device: torch.device) -> dist.ProcessGroup | None:
+    """The group for messages between nodes, of the ring that this rank is in; None in a ring of one level. ``rings``: ranks [data, ring,
+    ulysses]. Every rank calls this."""
+    p, own = config.parallel, None
+    if p.inner is None or p.inner == rings.shape[1] * p.virtual:
+        return None
+    for members in rings.transpose(1, 2).flatten(0, 1).tolist():
+        group = dist.new_group(members, timeout=datetime.timedelta(seconds=p.timeout_s))
+        own = group if dist.get_rank() in members else own
+    dist.all_reduce(torch.zeros(1, device=device), group=own)
+    return own
+
+
 def build_mesh(config: Config, device: torch.device) -> Mesh:
     """Slice the default process group into the mesh of ``config.parallel``. Every rank calls this.
 
@@ -68,7 +82,7 @@ def build_mesh(config: Config, device: torch.device) -> Mesh:
     dist.all_reduce(torch.zeros(1, device=device), group=ring_group)
     if heads_group is not None:
         dist.all_reduce(torch.zeros(1, device=device), group=heads_group)
-    ring = Ring(ring_group, p.virtual, heads_group)
+    ring = Ring(ring_group, p.virtual, heads_group, inner=p.inner, outer_group=outer_group(config, rings.mesh, device))
     try:
         use_transport(ring, p.transport, device)
     except ValueError as error:

@@ -50,16 +50,16 @@ class Placement:
         self.kind, self.exchange, self.wire, self.seq_len, self.ring = p.layout, p.exchange, p.wire, seq_len, ring
         self.layers = Counter(model.layer_windows)
         self.widest = None if 0 in self.layers else max(self.layers)
-        self.fixed = None if self.kind in PLANNED else Layout(self.kind, seq_len, ring.size, ring.ulysses)
+        self.fixed = None if self.kind in PLANNED else Layout(self.kind, seq_len, ring.size, ring.ulysses, inner=ring.inner)
 
     def layout(self, documents: Tensor) -> Layout:
         """The layout for the documents [B, S] of a micro-batch."""
         if self.fixed is not None:
             return self.fixed
-        size, ulysses = self.ring.size, self.ring.ulysses
+        size, ulysses, inner = self.ring.size, self.ring.ulysses, self.ring.inner
         if self.kind == "balanced":
-            return Layout("balanced", self.seq_len, size, ulysses, documents, window=self.widest)
-        return choose_layout(self.seq_len, size, window=self.widest, documents=documents, ulysses=ulysses)
+            return Layout("balanced", self.seq_len, size, ulysses, documents, window=self.widest, inner=inner)
+        return choose_layout(self.seq_len, size, window=self.widest, documents=documents, ulysses=ulysses, inner=inner)
 
     def place(self, batch: Batch) -> Placed:
         """Pad, and choose the layout."""

@@ -193,7 +193,7 @@ def _ring(config: Config, facts: dict[str, Any]) -> list[str]:
         documents = F.pad(documents, (0, layout.seq_len - t.seq_len), value=-1)
         parts.append(f'<p class="soft">hops of the first row; documents in its mask: {len(lengths)}</p>')
     for window in config.model.distinct_windows:
-        schedule = make_schedule(layout, PicturedRing(size), window=window or None, documents=documents, exchange=p.exchange)
+        schedule = make_schedule(layout, PicturedRing(size, p.inner), window=window or None, documents=documents, exchange=p.exchange)
         name = f"window {window:,}" if window else "full causal attention"
         parts.append(_figure(draw_hops(schedule, f"who works on what: {name}", virtual)))
     return parts

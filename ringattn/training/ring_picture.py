@@ -19,8 +19,9 @@ MAX_CHUNKS = 512  # drawn in full; beyond that the first ones, enlarged
 class PicturedRing(Ring):
     """All ``size`` shards in this process, whether or not torch.distributed is up: for schedules that are only looked at."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, inner: int | None = None) -> None:
         super().__init__(virtual=size)
+        self.inner = inner
         self.group, self.processes, self.rank, self.size, self.shards = None, 1, 0, size, range(size)
 
 
@@ -79,7 +80,7 @@ def draw_hops(schedule: Schedule, title: str, virtual: int = 1, *, alone: bool =
             if share <= 0:
                 parts.append(text(x + (cell - 4) / 2, y + 17, "idle", kind="soft", anchor="middle"))
                 continue
-            owner = (shard - schedule.offsets[hop]) % size
+            owner = schedule.origin(shard, hop)
             gathered = schedule.exchange == "allgather"
             name, shade = ("all keys", shard) if gathered else (f"keys {owner}", owner)
             bar = f'height="6" rx="2" fill="{colour(shade, size)}"'
@@ -119,7 +120,7 @@ def hop_lines(schedule: Schedule, virtual: int = 1) -> list[str]:
     for shard in range(rows):
         cells = []
         for hop in range(hops):
-            origin = "all" if schedule.exchange == "allgather" else str((shard - schedule.offsets[hop]) % size)
+            origin = "all" if schedule.exchange == "allgather" else str(schedule.origin(shard, hop))
             cells.append(f"{origin}:{work[hop, shard] / most:.0%}" if work[hop, shard] else "-")
         lines.append(f"{shard_name(shard, virtual):<{name}}" + "".join(f"{c:>9}" for c in cells))
     if schedule.kv:

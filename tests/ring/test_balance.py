@@ -18,7 +18,7 @@ from ringattn.ring.balance import CostModel, plan_chunks, predict, time_matrix
 from ringattn.ring.chunks import owner_table
 from ringattn.ring.layout import ALL_LAYOUTS, LAYOUTS, choose_layout, next_length
 from ringattn.ring.pieces import build_mask
-from ringattn.ring.search import hop_indices
+from ringattn.ring.turns import Turns
 
 SMALL = CostModel(tile=8, state=16, transfer=32)  # so that short sequences have as much to decide as long ones
 quick = settings(max_examples=40, deadline=None)
@@ -60,7 +60,7 @@ def test_predicted_times_are_those_of_the_tiles_that_see_anything(kind, w, lengt
     kwargs = {"documents": documents, "window": window}
     prediction = layout.predict(**kwargs, cost=cost)
     assert np.array_equal(prediction.work, brute_times(layout, kwargs, cost))
-    hops = prediction.work[hop_indices(w)]
+    hops = prediction.work[Turns(w, w).hop_indices()]
     assert prediction.lock_step == hops.max(1).sum() and prediction.lock_step <= prediction.time
     assert prediction.balance == pytest.approx(hops.max(1).sum() / (hops.sum() / w)) and prediction.balance >= 1
     schedule = make_schedule(layout, Ring(virtual=w), **kwargs)
@@ -113,7 +113,7 @@ def test_short_documents_are_spread_without_being_cut_up(rng):
     for _ in range(5):
         mask = build_mask(1 << 18, documents=pack(rng, 1 << 18, 64, 1 << 14))
         others = [predict(owner_table(kind, 1 << 18, 8), mask, CostModel()).lock_step for kind in LAYOUTS]
-        gains.append(predict(plan_chunks(mask, 8, CostModel()), mask, CostModel()).lock_step / min(others))
+        gains.append(predict(plan_chunks(mask, Turns(8, 8), CostModel()), mask, CostModel(), Turns(8, 8)).lock_step / min(others))
     assert np.mean(gains) < 0.95
 
 
@@ -151,8 +151,8 @@ def test_planning_a_million_tokens_takes_a_tenth_of_a_second(rng):
 
 def test_a_shard_that_cannot_be_cut_is_left_to_the_others():
     mask = build_mask(4 * 31, documents=np.arange(4 * 31) // 9)
-    assert len(plan_chunks(mask, 4, SMALL).owners) in (4, 8, 4 * 31)
-    assert plan_chunks(build_mask(31), 1, SMALL).owners.tolist() == [0]
+    assert len(plan_chunks(mask, Turns(4, 4), SMALL).owners) in (4, 8, 4 * 31)
+    assert plan_chunks(build_mask(31), Turns(1, 1), SMALL).owners.tolist() == [0]
     assert time_matrix(owner_table("contiguous", 31, 1), build_mask(31, documents=np.full(31, -1)), SMALL).tolist() == [[0]]
     nothing = Layout("balanced", 64, 4, documents=np.full(64, -1), cost=SMALL).predict(documents=np.full(64, -1))
     assert (nothing.lock_step, nothing.balance, nothing.time, nothing.offsets) == (0, 1.0, 0, (0,))

@@ -92,6 +92,15 @@ def bomb(tensors, *plan):
     return attention(ring, tensors)
 
 
+def bomb_between_nodes(tensors, *plan):
+    """Every rank is a node of its own, so all messages go between nodes."""
+    far = dist.new_group(list(range(WORLD)), timeout=timedelta(seconds=TIMEOUT_S))
+    ring = Ring(inner=1, outer_group=far)
+    ring.outer_transport = Bomb(ring, *plan)
+    ring.outer_transport.group = far
+    return attention(ring, tensors)
+
+
 def late(tensors):
     """Never comes to the second call."""
     ring, rank = Ring(), dist.get_rank()
@@ -249,6 +258,18 @@ def test_a_dead_rank_is_named_by_all_others(context, tensors, death):
     assert outcomes[VICTIM] is None
     place = r"rank [02], pass \d \((forward|backward)\), hop [12]: (waiting for|posting) d?kv from rank \d and to rank \d"
     assert_reported(outcomes, place, "Likely cause: rank 1: dead or frozen", "rank 1: no sign of life")
+
+
+@pytest.mark.parametrize("death", [(kill, "forward", 1, "outer kv"), (vanish, "backward", 1, "outer dkv", "wait")], ids=["kv", "dkv"])
+def test_a_rank_that_dies_between_nodes_is_named(context, tensors, death):
+    outcomes = run(context, bomb_between_nodes, tensors, *death)
+    place = r"rank [02], pass \d \((forward|backward)\), hop [12]: (waiting for|posting) outer d?kv from rank \d and to rank \d"
+    assert_reported(outcomes, place, "Likely cause: rank 1: dead or frozen", "rank 1: no sign of life")
+
+
+def test_a_rank_that_is_stuck_between_nodes_says_where(context, tensors):
+    outcomes = run(context, bomb_between_nodes, tensors, oversleep, "backward", 1, "outer dkv")
+    assert_reported(outcomes, r"rank 1: pass 2 \(backward\), hop 1: posting outer dkv from rank 0 and to rank 2", "Likely cause: rank 1")
 
 
 def test_a_frozen_rank_is_named_within_the_timeout(context, tensors):

@@ -92,6 +92,9 @@ PLACEMENTS = {
     "auto, ring 2 x ulysses 2": (4, {"parallel.ulysses": 2, "parallel.layout": "auto", "train.micro_rows": 2}),
     "auto, ring 3": (3, {"parallel.layout": "auto", "data.mask_documents": True}),
     "zigzag, ring 4": (4, {"parallel.layout": "zigzag"}),
+    "two levels, 2 x 2": (4, {"parallel.inner": 2}),
+    "two levels, 2 nodes of 1 x virtual 2": (2, {"parallel.inner": 2, "parallel.virtual": 2, "parallel.layout": "auto"}),
+    "two levels, 2 nodes of ulysses 2": (4, {"parallel.inner": 1, "parallel.ulysses": 2}),
 }
 
 

@@ -114,6 +114,8 @@ BAD_KEYS: list[tuple[str, int, str]] = [
     ("parallel.shard=3 train.rows=3", 4, "does not divide the 4 processes started"),
     ("train.rows=6 train.micro_rows=2 parallel.shard=2", 2, "train.rows=6: must be a multiple of"),
     ("parallel.ulysses=3", 3, "parallel.ulysses=3"),
+    ("parallel.inner=3 parallel.virtual=4", 1, "parallel.inner=3: must divide the 4 shards of the ring: one of 1, 2, 4"),
+    ("parallel.inner=2 parallel.virtual=4 parallel.exchange=allgather", 1, "parallel.inner: is for parallel.exchange=ring"),
     ("parallel.wire=fp8", 1, "parallel.wire=fp8: expected one of exact, bf16"),
     # files
     ("data=text", 1, "data.path='': data.kind=text needs a file, a folder or a glob"),
