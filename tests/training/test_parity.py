@@ -34,6 +34,7 @@ ACCUMULATION = {
     "sgd": {"train.micro_rows": 2, "parallel.grad_sync": "each"},
 }
 STEPS = {"adamw, clip": 50, "sgd": 20}  # SGD hides nothing, so it needs fewer
+WHOLE = ("ring 2", "ring 4")  # the others stop after 15 of the steps
 SHORT_OPTIMIZERS = {
     "adamw": {"optim.name": "adamw", "optim.clip": 0.0},
     "sgd, clip": {"optim.name": "sgd", "optim.lr": 0.3, "optim.momentum": 0.0, "optim.clip": 0.5},
@@ -66,8 +67,15 @@ def test_fp64_trajectories(topology: str, optimizer: str, ranks: Ranks, raw: Cal
     if optimizer not in references:  # one process, the whole step at once
         references[optimizer] = ranks.run(1, trajectory, raw(common | {"train.micro_rows": 4}))
         assert references[optimizer]["lines"][-1]["loss"] < references[optimizer]["lines"][0]["loss"]
-    result = ranks.run(world_size, trajectory, raw(common | mesh | ACCUMULATION[optimizer] | {"name": "split"}))
-    compare(result, references[optimizer], loss=1e-10, gradient=1e-10)
+    steps = STEPS[optimizer] if topology in WHOLE else 15
+    changes = mesh | ACCUMULATION[optimizer] | {"name": "split", "train.stop_after": steps}
+    result = ranks.run(world_size, trajectory, raw(common | changes))
+    compare(result, first_steps(references[optimizer], steps), loss=1e-10, gradient=1e-10)
+
+
+def first_steps(result: dict[str, Any], steps: int) -> dict[str, Any]:
+    """The same run stopped earlier."""
+    return {"lines": result["lines"][:steps], "gradients": {name: grads[:steps] for name, grads in result["gradients"].items()}}
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
