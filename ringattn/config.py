@@ -315,7 +315,8 @@ def _check_mesh(c: Config, world_size: int, problems: Problems) -> None:
         if problem:
             problems.add(f"parallel.inner={p.inner}: {problem}", "parallel.inner")
         elif p.exchange == "allgather":
-            problems.add("parallel.inner: is for parallel.exchange=ring; the all-gather has no turns", "parallel.inner")
+            words = "is for parallel.exchange=ring, the all-gather has no turns; or give null"
+            problems.add(f"parallel.inner={p.inner}: {words}", "parallel.inner")
         elif p.transport == "push":
             problems.add("parallel.transport=push: copies within one node only; with parallel.inner give p2p or auto", "parallel.transport")
     if p.ulysses > 1 and problems.fine("parallel.ulysses", "model.heads", "model.kv_heads"):

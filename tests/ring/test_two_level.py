@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import time
@@ -15,11 +16,13 @@ from oracle import F32_BAND, MASKS, assert_close, make_mask, make_qkv, oracle
 from processes import run_ranks
 
 import ringattn.ring.attention as ring_module
+import ringattn.ring.schedule as schedule_module
 from ringattn import Layout, Ring, make_schedule, ring_attention
 from ringattn.kernels.contract import KEY_BLOCK
 from ringattn.kernels.torch_tiled import TorchKernel
 from ringattn.ring.alone import IdleKernel, lone_rank
 from ringattn.ring.layout import LAYOUTS, choose_layout, next_length
+from ringattn.ring.messages import Plan
 from ringattn.ring.transport import Carousel, PointToPoint, outer_transport_of, use_transport
 from ringattn.ring.turns import Turns
 from ringattn.ring.watch import enable_checks
@@ -155,6 +158,23 @@ def test_fp32_matches_the_oracle(mask, w, node, rng, poisoned):
         assert all(torch.equal(a, b) for a, b in zip(got, flat, strict=True))
 
 
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("w", "node"), [(4, 2), (6, 3), (9, 3)])
+def test_trimmed_messages_and_whole_shards_give_the_same_bits(mask, w, node, rng, monkeypatch):
+    s = next_length("contiguous", 150 * w, w)
+    tensors, kwargs = make_qkv(2, s, 4, 2, 8, torch.float32), make_mask(mask, s, 2, rng)
+    trimmed = attention(Ring(virtual=w, inner=node), "contiguous", kwargs, tensors)
+    plan = schedule_module.plan_transfers
+
+    def untrimmed(offsets, hulls, shard_len, turns):
+        whole = {"rows": shard_len, "starts": (0,) * w}
+        return Plan(*(tuple(dataclasses.replace(t, **whole) for t in some) for some in plan(offsets, hulls, shard_len, turns)))
+
+    monkeypatch.setattr(schedule_module, "plan_transfers", untrimmed)
+    whole = attention(Ring(virtual=w, inner=node), "contiguous", kwargs, tensors)
+    assert all(torch.equal(a, b) for a, b in zip(trimmed, whole, strict=True))
+
+
 def test_gradients_that_travel_in_16_bit(rng):
     tensors = make_qkv(1, 8 * 32, 4, 2, 16, torch.float32)
     exact, narrow = (attention(Ring(virtual=8, inner=4), "zigzag", {}, tensors, wire=wire) for wire in ("exact", "bf16"))
@@ -239,6 +259,23 @@ def test_real_rings_equal_virtual_rings_bit_for_bit(rng):
             for rank in range(p):
                 for what, x, y in zip(NAMES, ranks[rank][p, virtual, inner, name], gold, strict=True):
                     assert torch.equal(x, y), f"{p} x {virtual}, {inner} a node, {name}: {what} of rank {rank}"
+
+
+def disagreeing_body():
+    near, far = (dist.new_group(list(range(4)), timeout=timedelta(seconds=20)) for _ in range(2))
+    ring = Ring(near, inner=4 if dist.get_rank() == 3 else 2, outer_group=far)
+    x = torch.zeros(1, 16, 2, 8)
+    try:
+        ring_attention(x, x, x, ring=ring, layout=Layout("zigzag", 64, 4))
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was said"
+
+
+@pytest.mark.ring
+def test_ranks_that_disagree_on_the_nodes_are_named():
+    for said in run_ranks(4, disagreeing_body, limit_s=60):
+        assert "inner: 4 on rank 3, but 2 on ranks 0, 1, 2" in said
 
 
 # --- what it costs ------------------------------------------------------------------------------------------------------

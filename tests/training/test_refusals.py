@@ -115,7 +115,8 @@ BAD_KEYS: list[tuple[str, int, str]] = [
     ("train.rows=6 train.micro_rows=2 parallel.shard=2", 2, "train.rows=6: must be a multiple of"),
     ("parallel.ulysses=3", 3, "parallel.ulysses=3"),
     ("parallel.inner=3 parallel.virtual=4", 1, "parallel.inner=3: must divide the 4 shards of the ring: one of 1, 2, 4"),
-    ("parallel.inner=2 parallel.virtual=4 parallel.exchange=allgather", 1, "parallel.inner: is for parallel.exchange=ring"),
+    ("parallel.inner=2 parallel.virtual=4 parallel.exchange=allgather", 1, "parallel.inner=2: is for parallel.exchange=ring"),
+    ("parallel.inner=2 parallel.transport=push", 4, "parallel.transport=push: copies within one node only; with parallel.inner"),
     ("parallel.wire=fp8", 1, "parallel.wire=fp8: expected one of exact, bf16"),
     # files
     ("data=text", 1, "data.path='': data.kind=text needs a file, a folder or a glob"),
