@@ -24,13 +24,13 @@ from ringattn.cost.flops import (
     visible_pairs,
 )
 from ringattn.cost.machine import GIB, MACHINES, Machine, find_machine, machine_of
-from ringattn.cost.memory import STATE_BUCKET, STATE_SLOTS, Memory, host_bytes, memory, saved_bytes_per_token
+from ringattn.cost.memory import STATE_BUCKET, STATE_SLOTS, Memory, host_bytes, host_state_bytes, memory, saved_bytes_per_token
 from ringattn.cost.time import Hop, StepTime, step_time
 from ringattn.cost.work import LOGITS_BYTES, Work, logit_rows, work_of
 
 __all__ = [
     "Convention", "Flops", "GIB", "Hop", "LOGITS_BYTES", "MACHINES", "Machine", "Memory", "PEAK_FLOPS", "Policy",
     "STATE_BUCKET", "STATE_SLOTS", "StepTime", "Work",
-    "block_parameters", "find_machine", "host_bytes", "logit_rows", "machine_of", "memory", "mfu", "papers", "parameters", "peak_flops",
-    "saved_bytes_per_token", "step_flops", "step_time", "visible_pairs", "work_of",
+    "block_parameters", "find_machine", "host_bytes", "host_state_bytes", "logit_rows", "machine_of", "memory", "mfu", "papers",
+    "parameters", "peak_flops", "saved_bytes_per_token", "step_flops", "step_time", "visible_pairs", "work_of",
 ]

@@ -31,7 +31,8 @@ PARTS = ("weights", "gradients", "optimizer", "gathered", "activations", "transi
 # What libraries take through the allocator once and keep (cuBLAS, on Hopper: 32 MiB a handle and stream, two of them in training).
 WORKSPACE = 64 * 2**20
 IN_FLIGHT = 2  # activation=offload: blocks whose saved tensors are on the device at once, on their way out or back
-# optim.offload: the update takes so many numbers of a moment at once, and holds so many of these buckets (in, updated, out).
+# An update of bf16 or offloaded states takes so many numbers of a moment at once; optim.offload holds so many of these buckets (in,
+# updated, out).
 STATE_BUCKET, STATE_SLOTS = 2**25, 3
 
 
@@ -190,10 +191,15 @@ def phases(w: Work) -> dict[str, dict[str, int]]:
     }
 
 
+def host_state_bytes(w: Work) -> int:
+    """Pinned host memory that a rank's optimizer states take with optim.offload."""
+    return -(-sum(parameters(w.model).values()) // w.shard_ranks) * w.state_bytes if w.states_on_host else 0
+
+
 def host_bytes(w: Work) -> int:
-    """Pinned host memory that a rank's offloaded tensors take: with activation=offload all layers' saved tensors but the last one's, with
-    optim.offload the states."""
-    states = -(-sum(parameters(w.model).values()) // w.shard_ranks) * w.state_bytes if w.states_on_host else 0
+    """Pinned host memory that a rank's offloaded tensors take: states, and with activation=offload all layers' saved tensors but the last
+    one's."""
+    states = host_state_bytes(w)
     if w.policy != "offload":
         return states
     return states + w.tokens * (w.model.layers - 1) * saved_bytes_per_token(w.model, "none", w.compute_bytes)

@@ -81,6 +81,11 @@ def plan_route(transfer: Transfer, ring: Ring) -> Route:
     )  # fmt: skip
 
 
+def arrivals(routes: Sequence[Route]) -> int:
+    """Buffers that messages of one transfer go into, at most."""
+    return max((len(route.receives) for route in routes), default=0)
+
+
 def live_offsets(hulls: Sequence[Sequence[Hull]], turns: Turns) -> tuple[int, ...]:
     """Offset 0, every d at which some shard has work, and the start of each turn that has any; ascending. hulls as in plan_transfers."""
     shards = range(turns.size)

@@ -35,8 +35,6 @@ class Ring:
     holds (global shard numbers).
     """
 
-    inner: int | None = None
-
     def __init__(
         self, group: dist.ProcessGroup | None = None, virtual: int = 1, ulysses_group: dist.ProcessGroup | None = None, *,
         inner: int | None = None, outer_group: dist.ProcessGroup | None = None,

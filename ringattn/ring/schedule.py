@@ -25,7 +25,7 @@ from ringattn.kernels.contract import Bounds, accumulate_dtype
 from ringattn.kernels.intervals import ArrayLike
 from ringattn.ring.balance import CostModel, Prediction, predict
 from ringattn.ring.layout import Layout
-from ringattn.ring.messages import Route, Transfer, live_offsets, plan_route, plan_transfers
+from ringattn.ring.messages import Route, Transfer, arrivals, live_offsets, plan_route, plan_transfers
 from ringattn.ring.pieces import Mask, build_mask, key_hulls, split_pieces, write_bounds
 from ringattn.ring.ring import MAX_CACHED_SCHEDULES, Ring
 
@@ -103,6 +103,25 @@ class Schedule:
     def hops_of_turns(self) -> tuple[range, ...]:
         """The hops of each turn; one turn in a ring of one level."""
         return self.ring.turns.split(self.offsets)
+
+    @cached_property
+    def kv_slots(self) -> int:
+        """Buffers for keys that a pass needs on this process: what its shards hold and what arrives; in a ring of two levels also what
+        the turn began with and what the next one begins with."""
+        if not self.kv:
+            return 0
+        near, far = ([r for r in routes if r is not None] for routes in ((m.near for m in self.hop_moves), (m.far for m in self.hop_moves)))
+        return self.ring.virtual * (2 if far else 1) + arrivals(near) + arrivals(far)
+
+    @cached_property
+    def arriving_gradients(self) -> int:
+        """Buffers that travelling gradients from other processes arrive in, those between nodes included."""
+        return arrivals(self.dkv_routes) + arrivals(self.carry_routes)
+
+    @cached_property
+    def begins(self) -> dict[int, int]:
+        """The turn that a hop begins."""
+        return {turn[0]: k for k, turn in enumerate(self.hops_of_turns)}
 
     @cached_property
     def hop_moves(self) -> tuple[Move, ...]:
@@ -209,10 +228,10 @@ def _turning(layout: Layout, ring: Ring, mask: Mask, wire: str, device: torch.de
     """The schedule of the ring exchange."""
     rows = [split_pieces(layout.chunks, row) for row in mask.rows]
     hulls = key_hulls(rows)
-    offsets = live_offsets(hulls, ring.turns)
-    plan = plan_transfers(offsets, hulls, layout.shard_len, ring.turns)
-    # hop 0 always runs, even where nothing is visible: it writes what later hops add to
     turns = ring.turns
+    offsets = live_offsets(hulls, turns)
+    plan = plan_transfers(offsets, hulls, layout.shard_len, turns)
+    # hop 0 always runs, even where nothing is visible: it writes what later hops add to
     hops = [(q, turns.origin(q, d)) for d in offsets for q in ring.shards]
     wanted = [([shards[q] for shards in rows], o) for q, o in hops]
     live = [q == o or any(p.hulls[1][o] > 0 for p in pieces) for (q, o), (pieces, _) in zip(hops, wanted, strict=True)]

@@ -27,15 +27,10 @@ class Keys:
     """The keys and values that this process's shards work on: at hop 0 their own (``home``), later ``held``."""
 
     def __init__(self, schedule: Schedule, home: Sequence[Pair], like: Tensor, direction: str) -> None:
-        ring, far = schedule.ring, len(schedule.hops_of_turns) > 1
+        ring = schedule.ring
         self.home, self.moves, self._number, self._direction = home, schedule.hop_moves, ring.passes, direction
-        count = 0
-        if schedule.kv:
-            count = len(home) + arrivals([m.near for m in self.moves if m.near is not None])
-            # what a turn began with stays until its end, and what the next one begins with arrives
-            count += len(home) + arrivals([m.far for m in self.moves if m.far is not None]) if far else 0
-        self.pool = Pool(ring, packed_shape(like, schedule.layout.shard_len), like.dtype, like.device, count)
-        self.near, self.far = Carousel(ring, self.pool), Carousel(ring, self.pool, outer=True) if far else None
+        self.pool = Pool(ring, packed_shape(like, schedule.layout.shard_len), like.dtype, like.device, schedule.kv_slots)
+        self.near, self.far = Carousel(ring, self.pool), Carousel(ring, self.pool, outer=True) if schedule.carry else None
         if schedule.kv:  # nothing is packed if nothing travels
             self.near.held = [self.pool.take() for _ in home]
             for slot, (k, v) in zip(self.near.held, home, strict=True):
@@ -78,11 +73,11 @@ class Gradients:
     def __init__(self, schedule: Schedule, home: Sequence[Pair], like: Tensor, wide: torch.dtype) -> None:
         ring, wire, hops = schedule.ring, schedule.wire_dtype(like.dtype), len(schedule.offsets)
         self.home, self.routes, self.carry, self.turns = home, schedule.dkv_routes, schedule.carry_routes, schedule.hops_of_turns
-        self._first = {turn[0]: k for k, turn in enumerate(self.turns)}
-        self._number, shape = ring.passes, packed_shape(like, schedule.layout.shard_len)
-        # a shard's dK / dV on its way, on an exact wire another that is being written meanwhile, and what arrives from other processes
-        count = min(hops - 1, 2 if wire == wide else 1) * len(home) + arrivals(self.routes)
-        count += len(home) + arrivals(self.carry) if self.carry else 0
+        self._begins, self._number, shape = schedule.begins, ring.passes, packed_shape(like, schedule.layout.shard_len)
+        # a shard's dK / dV on its way, on an exact wire another that is being written meanwhile, in a ring of two levels one on its way
+        # between nodes, and what arrives from other processes
+        each = min(hops - 1, 2 if wire == wide else 1) + (1 if self.carry else 0)
+        count = each * len(home) + schedule.arriving_gradients
         self.pool = Pool(ring, shape, wire, like.device, count)
         self.near, self.far = Carousel(ring, self.pool), Carousel(ring, self.pool, outer=True) if self.carry else None
         # where contributions are added up if the wire has another dtype; on an exact wire that is the buffer which travels
@@ -94,15 +89,13 @@ class Gradients:
 
     def pass_on(self, hop: int, written: list[Slot]) -> None:
         """After the kernels of ``hop`` >= 1: add what has arrived to ``written`` (where a turn begins: finish the turn before); send it."""
-        route, turn = self.routes[hop - 1], self._first.get(hop)
+        route, turn = self.routes[hop - 1], self._begins.get(hop)
         if hop > 1:
             self.near.wait()
             if turn is not None:
                 self._finish(turn - 1)
             else:
-                for total, slot, some in zip(written, self.near.held, self.routes[hop - 2].arrived, strict=True):
-                    total.buffer[some] += slot.buffer[some]
-                self.pool.give(self.near.held)
+                self._add(written, self.near, self.routes[hop - 2])
         self.near.held = written
         if self.sums:
             self.near.held = [self.pool.take() for _ in self.sums]
@@ -118,7 +111,7 @@ class Gradients:
         self._finish(len(self.turns) - 1)
         if self.far is not None:
             self.far.wait()
-            self._add_home(self.far.held, self.carry[-1])
+            self._add_home(self.far, self.carry[-1])
 
     def close(self) -> None:
         """The pass is over."""
@@ -130,8 +123,7 @@ class Gradients:
         if last == 0:
             return
         if turn == 0:
-            self._add_home(self.near.held, self.routes[last - 1])
-            self.pool.give(self.near.held)
+            self._add_home(self.near, self.routes[last - 1])
             return
         assert self.far is not None
         route = self.carry[turn - 1]
@@ -140,21 +132,21 @@ class Gradients:
             slot.buffer[some.stop : whole.stop].zero_()
         if turn > 1:
             self.far.wait()
-            for total, slot, some in zip(self.near.held, self.far.held, self.carry[turn - 2].arrived, strict=True):
-                total.buffer[some] += slot.buffer[some]
-            self.pool.give(self.far.held)
+            self._add(self.near.held, self.far, self.carry[turn - 2])
         self.far.held = self.near.held
         self.far.post(route, Note(self._number, "backward", last, "outer dkv"))
 
-    def _add_home(self, arrived: list[Slot], route: Route) -> None:
-        for grad, rows, slot in zip(self.home, route.arrived, arrived, strict=True):
+    def _add(self, totals: list[Slot], arrived: Carousel, route: Route) -> None:
+        """Add what ``route`` has brought to ``totals``; its buffers are free then."""
+        for total, slot, some in zip(totals, arrived.held, route.arrived, strict=True):
+            total.buffer[some] += slot.buffer[some]
+        self.pool.give(arrived.held)
+
+    def _add_home(self, arrived: Carousel, route: Route) -> None:
+        for grad, rows, slot in zip(self.home, route.arrived, arrived.held, strict=True):
             for x, y in zip(grad, slot.halves, strict=True):
                 x[:, rows] += y[:, rows]
-
-
-def arrivals(routes: Sequence[Route]) -> int:
-    """Buffers that messages of one transfer go into, at most."""
-    return max((len(route.receives) for route in routes), default=0)
+        self.pool.give(arrived.held)
 
 
 def packed_shape(k: Tensor, length: int) -> tuple[int, ...]:

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-SLICE = 2**25  # numbers of a parameter that are updated at once
+from ringattn.cost import STATE_BUCKET
+from ringattn.training.shards import local
 
 
 def round_with_dither(x: Tensor, step: int, start: int = 0) -> Tensor:
@@ -75,11 +75,8 @@ class HalfStateAdamW(torch.optim.Optimizer):
                     state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.bfloat16)
                 state["step"] += 1
                 step = int(state["step"])
-                value, gradient, first, second = (
-                    t.to_local() if isinstance(t, DTensor) else t for t in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])
-                )
                 # in slices, which bounds the fp32 temporaries; the same bits whatever their size
-                slices = zip(*(t.view(-1).split(SLICE) for t in (value, gradient, first, second)), strict=True)
-                for i, (x, g, m, v) in enumerate(slices):
-                    update_half(x, g, m, v, step, group, i * SLICE)
+                flat = (local(t).view(-1) for t in (p, p.grad, state["exp_avg"], state["exp_avg_sq"]))
+                for i, (x, g, m, v) in enumerate(zip(*(t.split(STATE_BUCKET) for t in flat), strict=True)):
+                    update_half(x, g, m, v, step, group, i * STATE_BUCKET)
         return loss

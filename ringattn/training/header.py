@@ -57,9 +57,9 @@ def mesh_rows(run: Run) -> list[tuple[str, str]]:
     cpu = f"CPU, {threads} thread{'s' if threads > 1 else ''} a rank"
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
     virtual = f" x {ring.virtual} virtual" if ring.virtual > 1 else ""
-    virtual += f" ({ring.inner} shards a node)" if ring.inner else ""
+    nodes = f" ({ring.inner} shards a node)" if ring.inner else ""
     heads = f" x ulysses {ring.ulysses}" if ring.ulysses > 1 else ""
-    return [("mesh", f"replicate {p.replicate} x shard {p.shard} x ring {ring.processes}{virtual}{heads} on {kind}")]
+    return [("mesh", f"replicate {p.replicate} x shard {p.shard} x ring {ring.processes}{virtual}{nodes}{heads} on {kind}")]
 
 
 def cost_rows(run: Run) -> list[tuple[str, str]]:

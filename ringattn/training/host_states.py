@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.optim.adamw import adamw
 
 from ringattn.config import ConfigError
@@ -26,6 +24,7 @@ from ringattn.cost import GIB
 from ringattn.cost import STATE_BUCKET as BUCKET
 from ringattn.cost import STATE_SLOTS as SLOTS
 from ringattn.training.half_states import update_half
+from ringattn.training.shards import like, local
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -173,21 +172,6 @@ def pieces(every: list[tuple[int, Tensor]], sizes: list[int], span: slice) -> It
         if start < stop:
             yield Piece(group, p, start - place, stop - place, start - span.start)
         place += size
-
-
-def local(x: Tensor) -> Tensor:
-    """This rank's shard."""
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
-def like(p: Tensor, flat: Tensor) -> Tensor:
-    """``flat`` in the shape of ``p``, sharded as that is; it stays where it is."""
-    if not isinstance(p, DTensor):
-        return flat.view(p.shape)
-    meta = p._spec.tensor_meta
-    assert meta is not None
-    spec = DTensorSpec(p.device_mesh, p.placements, tensor_meta=meta._replace(dtype=flat.dtype))
-    return DTensor(flat.view(p.to_local().shape), spec, requires_grad=False)
 
 
 def pinned(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:

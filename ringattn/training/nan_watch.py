@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from ringattn.model.transformer import Attention
+from ringattn.training.shards import local
 from ringattn.training.stop import Diverged
 
 
@@ -123,19 +123,14 @@ def _tensors(values: tuple[Any, ...] | Tensor | None) -> Sequence[Tensor]:
     return [x for x in (values if isinstance(values, tuple) else (values,)) if isinstance(x, Tensor)]
 
 
-def local(x: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    return (x.to_local() if isinstance(x, DTensor) else x).detach()
-
-
 def finite(x: Tensor) -> bool:
     """Whether all that this rank holds of it is finite."""
-    return bool(torch.isfinite(local(x)).all())
+    return bool(torch.isfinite(local(x.detach())).all())
 
 
 def describe(x: Tensor) -> str:
     """How much of a tensor is not finite."""
-    values = local(x)
+    values = local(x.detach())
     nan, inf = int(values.isnan().sum()), int(values.isinf().sum())
     dtype = str(values.dtype).removeprefix("torch.")
     return f"{nan} NaN and {inf} infinite of {values.numel()} values, shape {list(values.shape)}, {dtype}"

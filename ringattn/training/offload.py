@@ -11,7 +11,6 @@ A graph can be walked once: a second backward pass through it raises RuntimeErro
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
@@ -184,7 +183,7 @@ def check_budget(config: Config, model: ModelConfig, world_size: int, host_ranks
     needed, limit = cost.host_bytes(work), host_budget(config, host_ranks)
     if needed <= limit:
         return
-    states = cost.host_bytes(dataclasses.replace(work, policy="none"))
+    states = cost.host_state_bytes(work)
     parts, ways = [], ["raise it"]
     if needed > states:
         smaller = work.tokens * model.layers * cost.saved_bytes_per_token(model, "attention_saved", compute_bytes)

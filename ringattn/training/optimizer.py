@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ringattn.config import Config, ConfigError, OptimConfig
 from ringattn.training.half_states import HalfStateAdamW
 from ringattn.training.host_states import HostStateAdamW
+from ringattn.training.shards import local
 
 
 def learning_rate(config: Config, step: int) -> float:
@@ -87,7 +87,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """This rank's shard of every gradient that exists."""
-    return [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
+    return [local(p.grad) for p in parameters if p.grad is not None]
 
 
 @torch.no_grad()

@@ -15,7 +15,6 @@ combination loads into any other.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -57,8 +56,7 @@ def build_model(config: Config, model_config: ModelConfig, mesh: Mesh, kernel: s
     offload = None
     if config.activation == "offload":
         work = cost.work_of(config, model_config, mesh.world_size, compute_bytes=compute.itemsize)
-        states = cost.host_bytes(dataclasses.replace(work, policy="none"))
-        offload = Offload(model_config.layers, mesh.device, host_budget(config, mesh.host_ranks) - states)
+        offload = Offload(model_config.layers, mesh.device, host_budget(config, mesh.host_ranks) - cost.host_state_bytes(work))
     for i, block in enumerate(model.blocks):
         assert isinstance(block, Block)
         forward = recompute(block.forward, config.activation)
