@@ -45,9 +45,15 @@ class Plan:
     requested: dict[str, Any]
 
     @property
+    def lacks(self) -> tuple[float, float]:
+        """Bytes by which the peak is above what the GPU has to offer, and what waits on the host above what that has; 0 where it fits."""
+        on_host = cost.host_bytes(self.work) - self.machine.host_gib * GIB
+        return max(0.0, self.memory.peak - self.machine.usable_bytes), max(0.0, on_host)
+
+    @property
     def fits(self) -> bool:
-        """Whether the peak stays below what the GPU has to offer, and what waits on the host below what that has."""
-        return self.memory.peak <= self.machine.usable_bytes and cost.host_bytes(self.work) <= self.machine.host_gib * GIB
+        """Whether GPU and host have the memory."""
+        return not any(self.lacks)
 
     @property
     def tokens_per_s(self) -> float:
@@ -155,7 +161,7 @@ def choose(request: Request) -> Plan:
     fitting = fitting_plans(request)
     if fitting:
         return max(fitting, key=lambda p: p.tokens_per_s)
-    nearest = min(with_host_states(request) or candidates(request), key=lambda p: p.memory.peak)
+    nearest = min([*candidates(request), *with_host_states(request)], key=lambda p: sum(p.lacks))
     raise NothingFits(shortage(nearest), nearest, nearest_fitting(nearest, request))
 
 
@@ -177,7 +183,12 @@ def with_host_states(request: Request) -> list[Plan]:
 
 def shortage(p: Plan) -> str:
     """What is short, in a sentence."""
-    missing = (p.memory.peak - p.machine.usable_bytes) / GIB
+    missing, on_host = (x / GIB for x in p.lacks)
+    if not missing:
+        return (
+            f"nothing fits: at train.seq_len={p.work.seq_len} on {p.work.gpus} x {p.machine.name} the nearest plan keeps "
+            f"{cost.host_bytes(p.work) / GIB:.1f} GiB a GPU on the host and {p.machine.host_gib:.1f} may be taken, {on_host:.1f} GiB short"
+        )
     first, second = p.memory.largest[:2]
     return (
         f"nothing fits: at train.seq_len={p.work.seq_len} on {p.work.gpus} x {p.machine.name} the smallest plan needs "

@@ -236,6 +236,8 @@ def test_time_is_made_of_its_parts() -> None:
     assert twice.device["attention"] == pytest.approx(4 * one.device["attention"], rel=0.02)
     assert twice.device["matrix products"] == pytest.approx(2 * one.device["matrix products"])
     assert time(policy="block").total_s > time(policy="attention_saved").total_s > one.total_s
+    plain = time(state_bytes=0).device["update"]  # SGD without momentum moves the least, bf16 moments take many kernels
+    assert plain < one.device["update"] < time(state_bytes=4, states="bf16").device["update"]
     # the documents of a quarter of the row: a quarter of the pairs
     assert time(documents=2**15).device["attention"] == pytest.approx(one.device["attention"] / 4, rel=0.05)
     ring = time(ring=8)

@@ -88,6 +88,16 @@ def test_what_does_not_fit_names_what_is_short_and_the_nearest_that_does() -> No
         plan(raw, machine="a100", gpus=fitting.work.gpus // 2)
 
 
+def test_a_host_that_is_too_small_is_what_is_short() -> None:
+    """The states do not fit the GPU, and not the host either."""
+    small = dataclasses.replace(cost.find_machine("h200"), host_gib=60.0)
+    raw = merged(RAW, {"train.seq_len": 8192, "model.layers": 45})
+    with pytest.raises(NothingFits, match=r"the nearest plan keeps 8\d\.\d GiB a GPU on the host and 60.0 may be taken, 2\d\.\d GiB short"):
+        plan(raw, machine=small, gpus=1)
+    found = plan(raw, machine=dataclasses.replace(small, host_gib=100.0), gpus=1)
+    assert found.fits and found.overrides["optim.offload"] is True and found.lacks == (0, 0)
+
+
 def test_bad_wishes_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="wish=best"):
         plan(RAW, wish="best")  # type: ignore[arg-type]
